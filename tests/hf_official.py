@@ -1,4 +1,4 @@
-"""The official Qwen3-TTS modules on the CPU, filled with hash weights, and a recorder of what they compute.
+"""The official Qwen3-TTS modules on the CPU with hash weights, and a recorder of their passes.
 
 The package ``qwen-tts`` imports torchaudio, sox and onnxruntime for a tokenizer that no released
 checkpoint uses; where one is not installed, an inert stand-in takes its place. Used by the tests
@@ -153,7 +153,7 @@ class Generation:
 
 @torch.no_grad()
 def generate(model: Any, text_ids: Sequence[int], frames: int) -> Generation:
-    """Speaks ``text_ids`` (tags included) greedily as speaker ryan for at most ``frames`` frames."""
+    """Speaks ``text_ids`` (tags included) greedily as ryan, for at most ``frames`` frames."""
     ids: list[torch.Tensor] = []
     inner = model.talker.generate
 

@@ -1,31 +1,31 @@
-"""Rounding contracts: where a decoder step leaves fp32, and the one table that lists every such point.
+"""Rounding contracts, and the one table of every point where a decoder step rounds.
 
 Each column is the dtype that a value is rounded to at that point. Products accumulate in fp32 under
 every contract and round once, at their output. Kernels cite a row by its name.
 
-=====  ===================================================  =======  =======  ================  =============
-row    value                                                hf_bf16  hf_fp32  fp32_activations  bf16_operands
-=====  ===================================================  =======  =======  ================  =============
-X1     input row                                            bf16     fp32     bf16              bf16
-N1     RMSNorm before its weight (statistics in fp32)       bf16     fp32     fp32              fp32
-N2     RMSNorm after its weight                             bf16     fp32     fp32              fp32
-P1     input of a product with a weight matrix              bf16     fp32     fp32              **bf16**
-P2     output of a product with a weight matrix             bf16     fp32     fp32              fp32
-R1     cos and sin                                          bf16     fp32     fp32              fp32
-R2     each of the two products of a rotation               bf16     fp32     fp32              fp32
-R3     their sum                                            bf16     fp32     fp32              fp32
-C1     k and v in the cache and in use, newest row too      bf16     fp32     **bf16**          **bf16**
-A1     q, as input of q . k                                 bf16     fp32     fp32              **bf16**
-A2     q . k                                                bf16     fp32     fp32              fp32
-A3     q . k * HD^-0.5                                      bf16     fp32     fp32              fp32
-A4     softmax: maximum, exponentials, sum                  fp32     fp32     fp32              fp32
-A5     probabilities (normalised), as input of p . v        bf16     fp32     fp32              **bf16**
-A6     p . v                                                bf16     fp32     fp32              fp32
-M1     silu(gate)                                           bf16     fp32     fp32              fp32
-M2     silu(gate) * up                                      bf16     fp32     fp32              fp32
-X2     each residual add                                    bf16     fp32     fp32              fp32
-L1     logits                                               bf16     fp32     fp32              fp32
-=====  ===================================================  =======  =======  ================  =============
+====  ===========================================  =======  =======  ================  =============
+row   value                                        hf_bf16  hf_fp32  fp32_activations  bf16_operands
+====  ===========================================  =======  =======  ================  =============
+X1    input row                                    bf16     fp32     bf16              bf16
+N1    RMSNorm before its weight (statistics fp32)  bf16     fp32     fp32              fp32
+N2    RMSNorm after its weight                     bf16     fp32     fp32              fp32
+P1    input of a product with a weight matrix      bf16     fp32     fp32              bf16
+P2    output of a product with a weight matrix     bf16     fp32     fp32              fp32
+R1    cos and sin                                  bf16     fp32     fp32              fp32
+R2    each of the two products of a rotation       bf16     fp32     fp32              fp32
+R3    their sum                                    bf16     fp32     fp32              fp32
+C1    k and v, cached and used (newest row too)    bf16     fp32     bf16              bf16
+A1    q, input of q . k                            bf16     fp32     fp32              bf16
+A2    q . k                                        bf16     fp32     fp32              fp32
+A3    q . k * HD^-0.5                              bf16     fp32     fp32              fp32
+A4    softmax: maximum, exponentials, sum          fp32     fp32     fp32              fp32
+A5    probabilities, normalised, input of p . v    bf16     fp32     fp32              bf16
+A6    p . v                                        bf16     fp32     fp32              fp32
+M1    silu(gate)                                   bf16     fp32     fp32              fp32
+M2    silu(gate) * up                              bf16     fp32     fp32              fp32
+X2    each residual add                            bf16     fp32     fp32              fp32
+L1    logits                                       bf16     fp32     fp32              fp32
+====  ===========================================  =======  =======  ================  =============
 
 N1 and N2 hold for the norms of a layer, for the head norms of q and k, and for the final norm. P1
 and P2 hold for q, k, v, o, gate, up, down and the lm head. Where a P1 follows N2, M2 or A6, both

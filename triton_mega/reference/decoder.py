@@ -261,12 +261,14 @@ def _check(
         raise ValueError(f"inputs_embeds: expected [n, {spec.hidden_size}], got {shape}")
     if cache.k.dtype != contract.kv_dtype:
         raise ValueError(
-            f"cache: expected {contract.kv_dtype} under contract {contract.name}, got {cache.k.dtype}"
+            f"cache: expected {contract.kv_dtype} under contract {contract.name}, "
+            f"got {cache.k.dtype}"
         )
     rows = min(cache.max_positions, cos.shape[0])
     if position < 0 or position + shape[0] > rows:
         raise ValueError(
-            f"position: {position} + {shape[0]} rows does not fit the {rows} rows of cache and tables"
+            f"position: {position} + {shape[0]} rows does not fit the {rows} rows "
+            f"of cache and rotary tables"
         )
     if not 0 <= head < spec.num_lm_heads:
         raise ValueError(f"head: expected 0 to {spec.num_lm_heads - 1}, got {head}")
