@@ -1,49 +1,20 @@
-"""The reference decoder: its contracts, its cache, and the committed dumps of the official package."""
+"""The reference decoder: its contracts, its cache and its trace."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
-from tests import fixtures
-from tests.fixtures import Fixture
-from triton_mega.reference import CONTRACTS, Contract, DecoderOutput, contract, decode, decoder
-from triton_mega.rope import rope_tables
-from triton_mega.spec import TINY, DecoderSpec, Role, TTSSpec
-from triton_mega.state import KVCache
+from tests.decoding import Decoding
+from triton_mega.reference import CONTRACTS, Contract, contract, decoder
+from triton_mega.spec import TINY, DecoderSpec, Role
 from triton_mega.testing import assert_close, first_divergence, relative_error
-from triton_mega.weights import DecoderWeights, hash_tensor, hash_weights, random_weights
+from triton_mega.weights import DecoderWeights, random_weights
 
 ROLES: tuple[Role, ...] = ("talker", "code_predictor")
 FP32 = CONTRACTS["fp32_activations"]
-Trace = dict[str, torch.Tensor]
-
-
-class Decoding:
-    """A cache and tables around ``decode``."""
-
-    def __init__(
-        self, spec: DecoderSpec, weights: DecoderWeights, rules: Contract, max_positions: int = 48
-    ) -> None:
-        self.spec, self.weights, self.rules = spec, weights, rules
-        self.cache = KVCache.allocate(spec, max_positions, dtype=rules.kv_dtype)
-        self.tables = rope_tables(torch.arange(max_positions), spec)
-
-    def __call__(self, rows: torch.Tensor, position: int, head: int = 0) -> DecoderOutput:
-        return self.traced(rows, position, head)[0]
-
-    def traced(
-        self, rows: torch.Tensor, position: int, head: int = 0
-    ) -> tuple[DecoderOutput, Trace]:
-        trace: Trace = {}
-        weights, cache, rules = self.weights, self.cache, self.rules
-        output = decode(
-            self.spec, weights, rows, position, cache, *self.tables, rules, head=head, trace=trace
-        )
-        return output, trace
 
 
 def rows_of(spec: DecoderSpec, n: int, seed: int = 0) -> torch.Tensor:
@@ -221,108 +192,3 @@ def test_wrong_input_is_named(
     decoding.rules = rules
     with pytest.raises(ValueError, match=message):
         decoding(rows, position, head)
-
-
-# Dumps of the official package
-
-FP32_BOUND = 1e-5
-BF16_BOUND = {"layers": 1.5e-2, "norm": 1.5e-2, "logits": 1.5e-2}
-
-
-def blocks_of(fixture: Fixture, role: Role) -> list[list[torch.Tensor]]:
-    """Input rows of each request's passes: one request of the talker, one a frame of predictor."""
-    if role == "talker":
-        return [[fixture["rows.prefill"], *fixture["rows.steps"].split(1)]]
-    return [[frame[:2], *frame[2:].split(1)] for frame in fixture["rows.predictor"]]
-
-
-def reproduce(
-    fixture: Fixture, spec: DecoderSpec, weights: DecoderWeights, rules: Contract
-) -> dict[str, torch.Tensor]:
-    """Layers, norm and logits of every pass, stacked as in the fixture."""
-    got: dict[str, list[torch.Tensor]] = {"layers": [], "norm": [], "logits": []}
-    for blocks in blocks_of(fixture, spec.role):
-        decoding, position = Decoding(spec, weights, rules), 0
-        for i, block in enumerate(blocks):
-            head = i if spec.role == "code_predictor" else 0
-            output, trace = decoding.traced(block, position, head)
-            got["layers"].append(trace["down_proj"])
-            got["norm"].append(output.hidden[-1])
-            got["logits"].append(output.logits[-1])
-            position += len(block)
-    stacked = {what: torch.stack(values) for what, values in got.items()}
-    if spec.role == "code_predictor":
-        frames = len(fixture["rows.predictor"])
-        stacked = {what: value.unflatten(0, (frames, -1)) for what, value in stacked.items()}
-    return stacked
-
-
-def assert_reproduced(
-    got: dict[str, torch.Tensor], fixture: Fixture, tag: str, role: Role, bound: float
-) -> None:
-    """Compares every pass on its own, so that one bad pass cannot hide among good ones."""
-    key = "talker" if role == "talker" else "predictor"
-    for what, values in got.items():
-        want = fixture[f"{tag}.{key}.{what}"][..., : values.shape[-2], :]
-        axes = 1 if role == "talker" else 2
-        passes = zip(values.flatten(0, axes - 1), want.flatten(0, axes - 1), strict=True)
-        for i, (value, expected) in enumerate(passes):
-            assert_close(value, expected, bound, f"{tag} {key} {what}, pass {i}")
-
-
-def greedy_c0(logits: torch.Tensor, history: list[int], spec: TTSSpec) -> int:
-    """The official processors at temperature 0: penalty 1.05, two frames at least, suppression."""
-    scores = logits.float().clone()
-    for token in set(history):
-        scores[token] *= 1.05 if scores[token] < 0 else 1 / 1.05
-    allowed = torch.arange(spec.talker.vocab_size) < spec.talker.vocab_size - 1024
-    allowed[spec.codec_eos_token_id] = len(history) >= 2
-    return int(scores.masked_fill(~allowed, float("-inf")).argmax())
-
-
-@pytest.mark.parametrize(
-    ("name", "tag", "rules"),
-    [
-        ("tiny", "bf16", "hf_bf16"),
-        ("tiny", "fp32", "hf_fp32"),
-        ("tiny_fp32", "fp32", "hf_fp32"),
-    ],
-)
-def test_official_tiny_dump(name: str, tag: str, rules: str) -> None:
-    fixture, spec = fixtures.load(name), TTSSpec.from_config(fixtures.config("tiny"))
-    bound = BF16_BOUND["norm"] if tag == "bf16" else FP32_BOUND
-    results = {}
-    for role in ROLES:
-        weights = hash_weights(spec.decoders[role])
-        results[role] = reproduce(fixture, spec.decoders[role], weights, CONTRACTS[rules])
-        assert_reproduced(results[role], fixture, tag, role, bound)
-    if (name, tag) == ("tiny", "fp32"):
-        return  # its codes were chosen in bf16
-    history = fixture["sampled_c0"].tolist()
-    chosen = [
-        greedy_c0(logits, history[:i], spec)
-        for i, logits in enumerate(results["talker"]["logits"])
-    ]
-    assert chosen == history
-    assert torch.equal(results["code_predictor"]["logits"].argmax(-1), fixture["codes"][:, 1:])
-    assert fixture["codes"][:, 0].tolist() == history[:-1]
-
-
-@pytest.mark.parametrize("name", ["q_norm", "k_norm", "post_attention_norm", "down", "lm_head"])
-def test_dump_comparison_fails_on_a_fault(name: str) -> None:
-    fixture, spec = fixtures.load("tiny_fp32"), TTSSpec.from_config(fixtures.config("tiny")).talker
-    good = hash_weights(spec)
-    changed = getattr(good, name).clone()
-    changed.view(-1)[5] += 0.25
-    got = reproduce(fixture, spec, replace(good, **{name: changed}), CONTRACTS["hf_fp32"])
-    with pytest.raises(AssertionError, match="fp32 talker"):
-        assert_reproduced(got, fixture, "fp32", "talker", FP32_BOUND)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-def test_fixture_round_trip(dtype: torch.dtype, tmp_path) -> None:
-    tensor = torch.arange(6).view(2, 3).to(dtype)
-    fixtures.save(Fixture({"a": tensor}, {"made": "here"}), "x", tmp_path)
-    back = fixtures.load("x", tmp_path)
-    assert back["a"].dtype == dtype and torch.equal(back["a"], tensor)
-    assert back.meta == {"made": "here"}
