@@ -16,6 +16,13 @@ from triton_mega.weights import DecoderWeights, random_weights
 ROLES: tuple[Role, ...] = ("talker", "code_predictor")
 FP32 = CONTRACTS["fp32_activations"]
 
+KV_FLIP_BOUND = 5e-4
+"""Between two fp32 sums, one element of K or V may round to the other of two neighbours in bf16.
+
+At TINY's shape one such element moves a stage by up to 2.5e-4, the cache's rounding as a whole by
+1.5e-3.
+"""
+
 
 def rows_of(spec: DecoderSpec, n: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -53,7 +60,7 @@ def test_contract_errors_against_fp64(role: Role) -> None:
     _, exact = tiny(role, CONTRACTS["hf_fp32"].in_fp64()).traced(rows, 0)
     traces = {name: tiny(role, rules).traced(rows, 0)[1] for name, rules in CONTRACTS.items()}
     assert oracle["lm_head"].dtype == torch.float64
-    assert first_divergence(traces["fp32_activations"], oracle, 1e-4) is None
+    assert first_divergence(traces["fp32_activations"], oracle, KV_FLIP_BOUND) is None
     assert first_divergence(traces["hf_fp32"], exact, 1e-5) is None
     assert first_divergence(traces["hf_bf16"], exact, 5e-2) is None
     for stage in exact:  # one rounding less at every stage
@@ -61,8 +68,8 @@ def test_contract_errors_against_fp64(role: Role) -> None:
         narrow = relative_error(traces["bf16_operands"][stage], exact[stage])
         assert 1e-4 < narrow < official, stage
     # The caches' rounding shows against pure fp64, so the bounds above can tell contracts apart.
-    assert first_divergence(traces["fp32_activations"], exact, 1e-4) is not None
-    assert first_divergence(traces["bf16_operands"], oracle, 1e-4) is not None
+    assert first_divergence(traces["fp32_activations"], exact, KV_FLIP_BOUND) is not None
+    assert first_divergence(traces["bf16_operands"], oracle, KV_FLIP_BOUND) is not None
 
 
 def test_cache_holds_k_and_v_rounded_once() -> None:
@@ -92,7 +99,7 @@ def test_rows_in_one_pass_equal_single_steps(role: Role, name: str) -> None:
     at_once, one_by_one = (tiny(role, CONTRACTS[name]) for _ in range(2))
     want = at_once(rows, 0, head=spec.num_lm_heads - 1)
     steps = [one_by_one(rows[p : p + 1], p, head=spec.num_lm_heads - 1) for p in range(19)]
-    bound = 1e-5 if name == "hf_fp32" else 1e-4
+    bound = 1e-5 if name == "hf_fp32" else KV_FLIP_BOUND
     assert_close(torch.cat([step.hidden for step in steps]), want.hidden, bound)
     assert_close(torch.cat([step.logits for step in steps]), want.logits, bound)
     blocks = tiny(role, CONTRACTS[name])
