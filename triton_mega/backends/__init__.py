@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -120,7 +120,9 @@ class DecodeBackend(ABC):
     def _check_inputs(self, inputs_embeds: torch.Tensor, position: int, head: int) -> None:
         spec, x = self.spec, inputs_embeds
         if x.dim() != 2 or x.shape[1] != spec.hidden_size or x.shape[0] < 1:
-            raise ValueError(f"inputs_embeds: expected [n, {spec.hidden_size}], got {list(x.shape)}")
+            raise ValueError(
+                f"inputs_embeds: expected [n, {spec.hidden_size}], got {list(x.shape)}"
+            )
         if x.dtype != torch.bfloat16 or x.device != self.device:
             raise ValueError(
                 f"inputs_embeds: expected bfloat16 on {self.device}, got {x.dtype} on {x.device}"
@@ -145,7 +147,7 @@ def load_backend(name: str) -> type[DecodeBackend]:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     module, attribute = BACKENDS[name].split(":")
     try:
-        backend: Any = getattr(importlib.import_module(module), attribute)
+        backend: type[DecodeBackend] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise BackendUnavailable(name, f"package {error.name} is not installed") from error
     return backend
