@@ -119,8 +119,8 @@ class BackendContract:
         steps = [apart.run_steps(rows[p : p + 1], p) for p in range(3)]
         hidden = torch.cat([step.hidden for step in steps])
         assert_same(StepOutput(hidden, torch.cat([step.logits for step in steps])), want)
-        assert torch.equal(apart.cache.k, together.cache.k)
-        assert torch.equal(apart.cache.v, together.cache.v)
+        assert torch.equal(apart.cache.k[:, :, :3], together.cache.k[:, :, :3])
+        assert torch.equal(apart.cache.v[:, :, :3], together.cache.v[:, :, :3])
         _, oracle, bound = oracle_and_bound(self.engine(role), rows, 0, 0)
         assert_close(want.hidden, oracle.hidden, bound, "hidden")
 
