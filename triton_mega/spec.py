@@ -46,8 +46,8 @@ class DecoderSpec:
             )
         if self.mrope_section is not None and sum(self.mrope_section) * 2 != self.head_dim:
             raise ValueError(
-                f"{self.role}.mrope_section: expected a sum of head_dim / 2 = {self.head_dim // 2}, "
-                f"got {list(self.mrope_section)}"
+                f"{self.role}.mrope_section: expected a sum of head_dim / 2 = "
+                f"{self.head_dim // 2}, got {list(self.mrope_section)}"
             )
 
     @property
@@ -131,7 +131,9 @@ class TTSSpec:
             text_hidden_size=_get(talker, "text_hidden_size", "talker_config"),
             text_vocab_size=_get(talker, "text_vocab_size", "talker_config"),
             **{f"{key}_token_id": _get(config, f"{key}_token_id", "config") for key in top},
-            **{f"codec_{key}_id": _get(talker, f"codec_{key}_id", "talker_config") for key in codec},
+            **{
+                f"codec_{key}_id": _get(talker, f"codec_{key}_id", "talker_config") for key in codec
+            },
             codec_eos_token_id=_get(talker, "codec_eos_token_id", "talker_config"),
             codec_language_id=dict(_get(talker, "codec_language_id", "talker_config") or {}),
             spk_id=dict(_get(talker, "spk_id", "talker_config") or {}),
