@@ -41,7 +41,7 @@ def rope_tables(
         raise ValueError(f"positions: expected [3, T] or [T], got {list(positions.shape)}")
     half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
     inv_freq = 1.0 / (spec.rope_theta**half)
-    per_frequency = positions.cpu().float()[frequency_axes(spec)].T  # [T, HD / 2]
+    per_frequency = positions.cpu().float()[frequency_axes(spec)].T.contiguous()  # [T, HD / 2]
     angles = per_frequency * inv_freq
     device = positions.device
     return angles.cos().to(device), angles.sin().to(device)

@@ -45,11 +45,15 @@ class Divergence:
 
 
 def first_divergence(
-    trace: Mapping[str, torch.Tensor], oracle: Mapping[str, torch.Tensor], bound: float
+    trace: Mapping[str, torch.Tensor],
+    oracle: Mapping[str, torch.Tensor],
+    bound: float,
+    yardstick: Mapping[str, torch.Tensor] | None = None,
 ) -> Divergence | None:
     """Compares two traces (``DecodeBackend.trace_step``) layer by layer, stage by stage.
 
     Stages run in the oracle's key order; those with a leading layer axis come before the others.
+    Where a ``yardstick`` trace is given, ``bound`` counts in its error at the same place.
     """
     if set(trace) != set(oracle):
         raise ValueError(f"trace: expected stages {list(oracle)}, got {list(trace)}")
@@ -58,10 +62,11 @@ def first_divergence(
     places: list[tuple[str, int | None]] = [(s, i) for i in range(num_layers) for s in layered]
     places += [(stage, None) for stage in oracle if stage not in layered]
     for stage, layer in places:
-        got, want = trace[stage], oracle[stage]
-        if layer is not None:
-            got, want = got[layer], want[layer]
-        error = relative_error(got, want)
-        if not error <= bound:
-            return Divergence(stage, layer, error, bound)
+        index = ... if layer is None else layer
+        got, want = trace[stage][index], oracle[stage][index]
+        error, limit = relative_error(got, want), bound
+        if yardstick is not None:
+            limit *= relative_error(yardstick[stage][index], want)
+        if not error <= limit:
+            return Divergence(stage, layer, error, limit)
     return None

@@ -162,6 +162,15 @@ def pack_named(
     return pack(take, spec, device)
 
 
+def pair_columns(matrices: torch.Tensor) -> torch.Tensor:  # [..., N, K] bf16
+    """Returns [..., N, K / 2] int32: columns ``j`` (low 16 bits) and ``j + K / 2`` as one word.
+
+    The form in which Triton kernels read weights: see ``kernels/matvec.py``.
+    """
+    low, high = matrices.view(torch.int16).chunk(2, dim=-1)
+    return torch.stack((low, high), dim=-1).view(torch.int32).squeeze(-1)
+
+
 def random_weights(
     spec: DecoderSpec, seed: int, device: torch.device | str = "cpu"
 ) -> DecoderWeights:

@@ -96,6 +96,11 @@ class DecodeBackend(ABC):
         self._check_inputs(inputs_embeds, position, head)
         return self._run(inputs_embeds, position, head)
 
+    def synchronize(self) -> None:
+        """Waits for the steps so far. Raises where one of them failed on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @abstractmethod
     def _run(self, inputs_embeds: torch.Tensor, position: int, head: int) -> StepOutput: ...
 
@@ -109,8 +114,9 @@ class DecodeBackend(ABC):
 
         Keys are the stage names of ``schedule.STAGES``; layer stages have a leading axis L:
         ``qkv_proj`` [L, (HQ + 2 HKV) * HD] before head norm and rope, ``attention`` [L, HQ * HD],
-        ``o_proj`` [L, D] (residual stream after attention), ``gate_up_proj`` [L, F] (silu(gate) * up),
-        ``down_proj`` [L, D] (residual stream after the MLP), ``final_norm`` [D], ``lm_head`` [V].
+        ``o_proj`` [L, D] (residual stream after attention), ``gate_up_proj`` [L, F]
+        (silu(gate) * up), ``down_proj`` [L, D] (residual stream after the MLP), ``final_norm`` [D],
+        ``lm_head`` [V].
 
         Raises:
             NotImplementedError: the backend cannot show its stages.
