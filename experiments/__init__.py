@@ -1,0 +1,1 @@
+"""Experiments: one script, one question. Hydra lives here and nowhere below."""
