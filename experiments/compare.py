@@ -17,10 +17,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -33,7 +34,7 @@ from experiments import report
 from experiments.config import CONF, NO_GPU_EXPERIMENT, Compare, Model, build, overrides
 from triton_mega import bench, record
 from triton_mega.backends import BackendUnavailable, load_backend
-from triton_mega.record import Performance, Record, Status
+from triton_mega.record import Git, Performance, Record, Status
 from triton_mega.weights import DecoderWeights, random_weights
 
 TABLE_WIDTH = 140
@@ -43,6 +44,14 @@ log = logging.getLogger(__name__)
 Outcome = dict[str, Any]  # the fields of a record that tell how it went
 
 
+@dataclass(frozen=True)
+class Chip:
+    """What every backend is held against on this device."""
+
+    gbps: Mapping[str, float]
+    barrier_us: float | None
+
+
 def load_weights(model: Model, device: torch.device) -> DecoderWeights:
     """Returns the model's weights; raises ValueError where a checkpoint has other shapes."""
     if model.checkpoint is None:
@@ -50,11 +59,11 @@ def load_weights(model: Model, device: torch.device) -> DecoderWeights:
     from triton_mega.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(model.checkpoint)
-    found = checkpoint.spec.decoders[model.role]
+    found = checkpoint.spec.decoders[model.spec.role]
     for key, value in asdict(found).items():
         if value != asdict(model.spec)[key]:
             raise ValueError(f"model.spec.{key}: the checkpoint has {value}; choose another model=")
-    return checkpoint.decoder_weights(model.role, device)
+    return checkpoint.decoder_weights(model.spec.role, device)
 
 
 def failure(name: str, error: BaseException | None) -> Outcome:
@@ -69,25 +78,93 @@ def failure(name: str, error: BaseException | None) -> Outcome:
     return {"status": status, "reason": f"{type(error).__name__}: {error}"}
 
 
-def run(asked: Compare, config: Mapping[str, Any], command: str, console: Console) -> list[Record]:
-    """Checks and times what was asked for and returns one record per backend and position."""
-    model, workload = asked.model, asked.workload
-    git = record.Git.read() if asked.commit is None else record.Git.parse(asked.commit)
-    sha = record.package_sha(record.package_files())
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", asked.device_index) if on_gpu else torch.device("cpu")
-    weights = load_weights(model, device)
-    ceilings, barrier_us = bench.read_ceilings(device), bench.barrier_us(device)
+def start_backends(
+    asked: Compare, weights: DecoderWeights, advance: Callable[[str], None]
+) -> tuple[dict[str, bench.Started], dict[str, Outcome]]:
+    """Makes every backend; returns those that made a step, and how it went for the others."""
+    device = weights.qkv.device
     started: dict[str, bench.Started] = {}
-    never: dict[str, Outcome] = {}  # backends that did not start
-    records: list[Record] = []
+    failed: dict[str, Outcome] = {}
+    for name in asked.backend.names:
+        tuned = asked.tuning.values is not None and name.startswith("triton_")
+        options = {"tuning": asked.tuning.values} if tuned else {}
+        rows = asked.workload.max_positions
+        try:
+            made = load_backend(name)
+            made.check_available(device)
+            started[name] = bench.start(
+                made, asked.model.spec, weights, max_positions=rows, **options
+            )
+        except Exception as error:  # noqa: BLE001 - one backend's failure is a row, not the end
+            failed[name] = failure(name, error)
+        advance(f"{name}: started")
+    return started, failed
+
+
+def measure(
+    asked: Compare,
+    weights: DecoderWeights,
+    position: int,
+    started: Mapping[str, bench.Started],
+    chip: Chip,
+    advance: Callable[[str], None],
+) -> dict[str, Outcome]:
+    """Checks every started backend at one position, then times those that are right."""
+    began = time.perf_counter()
+    spec, steps = asked.model.spec, asked.workload.steps_per_launch
+    oracle = bench.Oracle.build(
+        spec,
+        weights,
+        position=position,
+        steps=steps,
+        max_positions=asked.workload.max_positions,
+        seed=asked.model.seed + position,
+    )
+    outcomes: dict[str, Outcome] = {}
+    checks: dict[str, bench.Check] = {}
+    for name, start in started.items():
+        try:
+            checks[name] = bench.check_backend(start.backend, oracle)
+        except Exception as error:  # noqa: BLE001 - as above
+            outcomes[name] = failure(name, error)
+        else:
+            outcomes[name] = verdict(checks[name])
+        advance(f"{name}: checked at position {position}")
+    timed, aa_us = time_passed(checks, outcomes, asked.timing)
+    wall_s = time.perf_counter() - began
+    size, best = bench.step_bytes(spec, position, steps), max(chip.gbps.values(), default=None)
+    for name, latency in timed.items():
+        gbps = size / latency.p50_us / 1e3
+        outcomes[name]["performance"] = Performance(
+            what="step",
+            **asdict(latency),
+            steps_per_launch=steps,
+            bytes=size,
+            gbps=gbps,
+            read_ceiling_gbps=chip.gbps,
+            share_of_ceiling=None if best is None else gbps / best,
+            barrier_us=chip.barrier_us,
+            aa_us=aa_us,
+            cold_start_s=started[name].cold_start_s,
+            wall_s=wall_s,
+            peak_bytes=started[name].peak_bytes,
+        )
+    advance(f"timed at position {position}")
+    return outcomes
+
+
+def run(
+    asked: Compare, config: Mapping[str, Any], git: Git, command: str, console: Console
+) -> list[Record]:
+    """Checks and times what was asked for and returns one record per backend and position."""
+    model, names, positions = asked.model, asked.backend.names, asked.workload.positions
     new_record = partial(
         Record,
         experiment="compare",
         time_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         git=git,
-        package_sha=sha,
+        package_sha=record.package_sha(record.package_files()),
         environment=record.Environment.read(asked.device_index),
         config=config,
         spec=model.name,
@@ -95,74 +172,31 @@ def run(asked: Compare, config: Mapping[str, Any], command: str, console: Consol
         weights=model.weights,
         seed=model.seed,
     )
-    names, positions = asked.backend.names, workload.positions
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", asked.device_index) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(
+            device
+        )  # Triton launches, and events are recorded, on the current one
+    weights = load_weights(model, device)
+    chip = Chip(bench.read_ceilings(device), bench.barrier_us(device))
+    records: list[Record] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("start", total=len(names) * (1 + len(positions)) + len(positions))
+        total = len(names) * (1 + len(positions)) + len(positions)
+        task = progress.add_task("start", total=total)
 
         def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        for name in names:
-            try:
-                backend_class = load_backend(name)
-                backend_class.check_available(device)
-                tuned = asked.tuning.values is not None and name.startswith("triton_")
-                options = {"tuning": asked.tuning.values} if tuned else {}
-                started[name] = bench.start(
-                    backend_class,
-                    model.spec,
-                    weights,
-                    max_positions=workload.max_positions,
-                    **options,
-                )
-            except Exception as error:  # noqa: BLE001 - one backend's failure is a row, not the end
-                never[name] = failure(name, error)
-            advance(f"{name}: started")
-
+        started, failed = start_backends(asked, weights, advance)
         for position in positions:
-            began = time.perf_counter()
-            oracle = bench.Oracle.build(
-                model.spec,
-                weights,
-                position=position,
-                steps=workload.steps_per_launch,
-                max_positions=workload.max_positions,
-                seed=model.seed + position,
-            )
-            outcomes, checks = dict(never), {}
-            for name, start in started.items():
-                try:
-                    check = bench.check_backend(start.backend, oracle)
-                except Exception as error:  # noqa: BLE001 - as above
-                    outcomes[name] = failure(name, error)
-                else:
-                    outcomes[name] = verdict(check)
-                    checks[name] = check
-                advance(f"{name}: checked at position {position}")
-            timed, aa_us = time_passed(checks, outcomes, asked.timing)
-            size = bench.step_bytes(model.spec, position, workload.steps_per_launch)
-            for name, latency in timed.items():
-                gbps = size / latency.p50_us / 1e3
-                best = max(ceilings.values(), default=None)
-                outcomes[name]["performance"] = Performance(
-                    what="step",
-                    **asdict(latency),
-                    steps_per_launch=workload.steps_per_launch,
-                    bytes=size,
-                    gbps=gbps,
-                    read_ceiling_gbps=ceilings,
-                    share_of_ceiling=None if best is None else gbps / best,
-                    barrier_us=barrier_us,
-                    aa_us=aa_us,
-                    cold_start_s=started[name].cold_start_s,
-                    wall_s=time.perf_counter() - began,
-                    peak_bytes=started[name].peak_bytes,
-                )
-            advance(f"timed at position {position}")
+            outcomes = failed | measure(asked, weights, position, started, chip, advance)
             for name in names:
                 tuning = getattr(started[name].backend, "tuning", None) if name in started else None
-                fields = {"tuning": None if tuning is None else asdict(tuning), **outcomes[name]}
-                records.append(new_record(backend=name, position=position, **fields))
+                tuning = None if tuning is None else asdict(tuning)
+                records.append(
+                    new_record(backend=name, position=position, tuning=tuning, **outcomes[name])
+                )
     return records
 
 
@@ -196,26 +230,30 @@ def time_passed(
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="compare")
 def main(composed: DictConfig) -> None:
     """Runs the composed config: table, records, figure, one line of JSON."""
-    config = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(config, dict)
+    config: Any = OmegaConf.to_container(composed, resolve=True)
     try:
         asked = build(Compare, config)
+        git = Git.read() if asked.commit is None else Git.parse(asked.commit)
     except ValueError as error:
         print(f"config: {error}", file=sys.stderr)
         sys.exit(2)
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: none is, so far
     command = shlex.join(["python", "-m", "experiments.compare", *sys.argv[1:]])
-    records = run(asked, config, command, Console(stderr=True))
-    path = asked.results / "compare.jsonl"
+    records = run(asked, config, git, command, Console(stderr=True))
+    sys.exit(conclude(records, asked.results))
+
+
+def conclude(records: list[Record], results: Path) -> int:
+    """Writes and shows the records of a run; returns the process's exit code."""
+    path, figure = results / "compare.jsonl", results / f"compare_{records[0].run_id}.png"
     record.append(path, records)
-    figure = asked.results / f"compare_{records[0].run_id}.png"
     report.draw(records, figure)
     report.print_table(records, Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
     failed = sorted({r.backend for r in records if r.status not in ("passed", "unavailable")})
     summary = {"run_id": records[0].run_id, "records": str(path), "figure": str(figure)}
     print(json.dumps({**summary, "failed": failed}))
-    sys.exit(1 if failed else 0)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

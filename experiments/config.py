@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from triton_mega.backends import BACKENDS
 from triton_mega.bench import Timing
 from triton_mega.record import ROOT
-from triton_mega.spec import DecoderSpec, Role
+from triton_mega.spec import DecoderSpec
 from triton_mega.tuning import TuningConfig
 
 CONF = ROOT / "conf"
@@ -32,7 +32,6 @@ class Model:
     """
 
     name: str
-    role: Role
     seed: int
     checkpoint: str | None
     spec: DecoderSpec
@@ -50,6 +49,8 @@ class Backend:
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError(f"names: expected some of {', '.join(BACKENDS)}, got none")
         for name in self.names:
             if name not in BACKENDS:
                 raise ValueError(f"names: expected some of {', '.join(BACKENDS)}, got {name!r}")
@@ -152,7 +153,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             return None
         (hint,) = (choice for choice in choices if choice is not type(None))
         return _convert(hint, value, where)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return build(hint, value, where)
     if origin is Literal:
         fits = value in choices

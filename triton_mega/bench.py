@@ -43,14 +43,19 @@ Trace = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Timing:
-    """How long to warm a candidate up and how many samples to take of it."""
+    """How long to warm a candidate up, and how many samples to take of it in how long a time.
+
+    A candidate takes no further turn once its samples have lasted ``max_s``; it has one at least.
+    """
 
     warmup_s: float
     repeats: int
+    max_s: float
 
     def __post_init__(self) -> None:
-        if self.warmup_s < 0:
-            raise ValueError(f"timing.warmup_s: expected 0 or more, got {self.warmup_s}")
+        for name in ("warmup_s", "max_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"timing.{name}: expected 0 or more, got {getattr(self, name)}")
         if self.repeats < 1:
             raise ValueError(f"timing.repeats: expected at least 1, got {self.repeats}")
 
@@ -250,7 +255,9 @@ def time_backends(checks: Sequence[Check], timing: Timing) -> tuple[list[Latency
     samples: list[list[float]] = [[] for _ in candidates]
     for turn in range(timing.repeats):
         for place in rotation(len(candidates), turn):
-            samples[place].append(_step_us(candidates[place]))
+            steps = candidates[place].oracle.rows.shape[0]
+            if turn == 0 or sum(samples[place]) * steps < timing.max_s * 1e6:
+                samples[place].append(_step_us(candidates[place]))
     latencies = [_latency(values, check) for values, check in zip(samples, candidates, strict=True)]
     twin = latencies.pop()
     return latencies, abs(twin.p50_us - latencies[fastest].p50_us)
