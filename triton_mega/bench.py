@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from triton_mega.backends import DecodeBackend
+from triton_mega.device import DeviceInfo
 from triton_mega.record import Accuracy, Correctness
 from triton_mega.reference import CONTRACTS, decode
 from triton_mega.rope import rope_tables
@@ -297,9 +298,11 @@ def read_ceilings(device: torch.device) -> dict[str, float]:
     found = {"loads": gbps(2 * sm_count, lambda sums: ceilings.read_loads(words, sums))}
     if torch.cuda.get_device_capability(device) >= ceilings.BULK_CAPABILITY:
         programs = max(sm_count // 8 * 8, 1)
+        most = DeviceInfo.read(device.index or 0).limits.shared_bytes_per_program
         found["bulk"] = max(
             gbps(programs, lambda sums, stages=stages: ceilings.read_bulk(words, sums, stages))  # type: ignore[misc]
             for stages in BULK_STAGES
+            if ceilings.ring_bytes(stages) <= most
         )
     return found
 
@@ -330,8 +333,8 @@ def barrier_us(device: torch.device) -> float | None:
         )
 
     cost = _median_us(run, device) / BARRIER_ROUNDS
-    if int(words[sync.ERROR]):
-        raise RuntimeError(f"grid barrier: program {int(words[sync.ERROR]) - 1} gave up waiting")
+    if error := int(words[sync.ERROR.value]):
+        raise RuntimeError(f"grid barrier: program {error - 1} gave up waiting")
     return cost
 
 

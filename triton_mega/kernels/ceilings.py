@@ -14,6 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+# Triton 3.6 has the older names only, 3.9 the newer ones only.
+cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+bulk_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
 BULK_CAPABILITY = (9, 0)
 """Oldest compute capability with bulk copies into shared memory."""
 
@@ -64,28 +68,30 @@ def read_bulk_kernel(
     for first in gl.static_range(STAGES):
         mbarrier.init(full.index(first), count=1)
     # Nobody may wait on, or copy towards, a barrier that another warp still has to initialize.
-    gl.thread_barrier()
+    cta_barrier()
     for first in gl.static_range(STAGES):
         if pid + first * programs < num_tiles:
             mbarrier.expect(full.index(first), ROWS * COLUMNS * 4)
-            tma.async_copy_global_to_shared(
-                words, [(pid + first * programs) * ROWS, 0], full.index(first), ring.index(first)
-            )
+            row = (pid + first * programs) * ROWS
+            bulk_copy(words, [row, 0], full.index(first), ring.index(first))
     acc = gl.zeros([ROWS, COLUMNS], gl.int32, layout=TILE)
     turn = 0
     for tile in range(pid, num_tiles, programs):
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
         acc += ring.index(stage).load(TILE)
-        gl.thread_barrier()
+        cta_barrier()
         ahead = tile + STAGES * programs
         if ahead < num_tiles:
             mbarrier.expect(full.index(stage), ROWS * COLUMNS * 4)
-            tma.async_copy_global_to_shared(
-                words, [ahead * ROWS, 0], full.index(stage), ring.index(stage)
-            )
+            bulk_copy(words, [ahead * ROWS, 0], full.index(stage), ring.index(stage))
         turn += 1
     gl.store(sums_ptr + pid, gl.sum(gl.sum(acc, axis=1), axis=0))
+
+
+def ring_bytes(stages: int) -> int:
+    """Shared memory of a bulk read's program: tiles, their barriers, and room to align them."""
+    return stages * (BULK_ROWS * BULK_COLUMNS * 4 + 8) + 1024
 
 
 def read_loads(
