@@ -1,4 +1,4 @@
-"""Tile shapes and grid of the Triton kernels: what may be chosen without changing a result's meaning.
+"""Tile shapes and grid of the Triton kernels: what may be chosen, results meaning the same.
 
 Knows nothing about compiled code; whether a grid can be resident is asked of the driver at launch
 (``backends/triton_common.py``).

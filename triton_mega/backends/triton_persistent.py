@@ -35,8 +35,8 @@ class TritonPersistent(TritonBackend):
         spin_limit: polls before a program gives up at a barrier.
 
     Raises:
-        ValueError: the grid cannot be resident at once on this GPU (or is larger than one program in
-            the interpreter, which runs programs one after another); names the largest that can.
+        ValueError: the grid cannot be resident at once on this GPU, or is larger than one program
+            in the interpreter, which runs programs one after another; names the largest that can.
     """
 
     name = "triton_persistent"

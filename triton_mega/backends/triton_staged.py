@@ -1,4 +1,4 @@
-"""The Triton stages, one launch each: the persistent kernel's device functions without a barrier."""
+"""The Triton stages, one launch each: the persistent kernel's device functions, no barrier."""
 
 from __future__ import annotations
 

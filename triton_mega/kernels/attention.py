@@ -106,7 +106,7 @@ def attend(
     tiles,
     ROWS: tl.constexpr,
 ):
-    """Attends one item to its rows; appends the new K and V row to the cache where it is its own."""
+    """Attends one item to its rows; appends the new K and V row where it is the item's own."""
     GROUP: tl.constexpr = shape.Q_HEADS // shape.KV_HEADS
     HD: tl.constexpr = shape.HEAD_DIM
     ATTENTION_T: tl.constexpr = tiles.ATTENTION_T

@@ -73,17 +73,23 @@ def load_rows(
     NUM_WARPS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Rows of ``block`` as a tuple of [G, BLOCK_N / G, BLOCK_K / 2] int32 tiles; zero past N, K."""
+    """Rows of ``block`` as a tuple of [G, BLOCK_N / G, BLOCK_K / 2] int32 tiles; zero past N, K.
+
+    A program that has run out of blocks gets the last one again: no mask, no memory traffic beyond
+    L2, and ``store_block`` drops the result.
+    """
     PAIRS: tl.constexpr = K // 2
     BLOCK_PAIRS: tl.constexpr = BLOCK_K // 2
     offs_n = block_offsets(BLOCK_N, BLOCK_K, NUM_WARPS)[:, :, None]
     offs_k = tl.arange(0, BLOCK_PAIRS)[None, None, :]
+    if N % (BLOCK_N * PROGRAMS) != 0:
+        block = tl.minimum(block, triton.cdiv(N, BLOCK_N) - 1)
     # Scalars first: what differs between threads then is constant over blocks, and cheap to keep.
     block_ptr = w_ptr + block * (BLOCK_N * PAIRS)
     tiles = ()
     for i in tl.static_range(triton.cdiv(K, BLOCK_K)):
         ptrs = block_ptr + i * BLOCK_PAIRS + (offs_n * PAIRS + offs_k)
-        if N % (BLOCK_N * PROGRAMS) == 0 and K % BLOCK_K == 0:
+        if N % BLOCK_N == 0 and K % BLOCK_K == 0:
             tile = tl.load(ptrs, eviction_policy="evict_first")
         else:
             mask = (offs_n < N - block * BLOCK_N) & (offs_k < PAIRS - i * BLOCK_PAIRS)

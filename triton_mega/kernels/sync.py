@@ -59,7 +59,7 @@ def wait(
         behind = tl.atomic_add(sync_ptr + COUNTER, 0, sem="acquire", scope="gpu") - target
         left -= 1
     if (behind < 0) & alive:
-        first = tl.atomic_cas(sync_ptr + ERROR, 0, pid + 1)
+        first = tl.atomic_cas(sync_ptr + ERROR, 0, pid + 1, sem="relaxed")
         if first == 0:
             tl.store(sync_ptr + ERROR_INDEX, index)
     tl.debug_barrier()
