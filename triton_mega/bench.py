@@ -138,6 +138,7 @@ def reference_reply(
     cache: KVCache,
     contract: str,
     *,
+    head: int = 0,
     kv_given: bool = False,
 ) -> Reply:
     """Runs the reference row by row, each axis of a position equal; see ``reference.decode``."""
@@ -154,6 +155,7 @@ def reference_reply(
             cos,
             sin,
             CONTRACTS[contract],
+            head=head,
             trace=None if i else first,
             kv_given=kv_given,
         )
