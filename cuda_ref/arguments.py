@@ -30,29 +30,38 @@ Value = torch.Tensor | int | float | None
 CValue = ctypes.c_uint64 | ctypes.c_int32 | ctypes.c_float
 
 
-def pack(values: Mapping[str, Value]) -> list[CValue]:
-    """Returns the arguments as C values, in the kernel's order.
+def pack(values: Mapping[str, Value]) -> dict[str, CValue]:
+    """Returns some of the arguments as C values, by name. They do not keep tensors alive.
 
     Raises:
-        ValueError: a name is missing, unknown, or of another kind; names it.
+        ValueError: a name is unknown, or a value of another kind; names it.
     """
-    if set(values) != set(ARGUMENTS):
-        wrong = sorted(set(values) ^ set(ARGUMENTS))
-        raise ValueError(f"arguments: missing or unknown: {', '.join(wrong)}")
-    packed: list[CValue] = []
-    for name in ARGUMENTS:
-        value = values[name]
+    packed: dict[str, CValue] = {}
+    for name, value in values.items():
         if name in POINTERS:
-            packed.append(ctypes.c_uint64(_address(name, value)))
+            packed[name] = ctypes.c_uint64(_address(name, value))
         elif name in INTEGERS:
             if not isinstance(value, int) or not -(2**31) <= value < 2**31:
                 raise ValueError(f"{name}: expected a 32-bit integer, got {value!r}")
-            packed.append(ctypes.c_int32(value))
-        else:
+            packed[name] = ctypes.c_int32(value)
+        elif name in FLOATS:
             if not isinstance(value, float):
                 raise ValueError(f"{name}: expected a float, got {value!r}")
-            packed.append(ctypes.c_float(value))
+            packed[name] = ctypes.c_float(value)
+        else:
+            raise ValueError(f"{name}: the kernel has no such argument")
     return packed
+
+
+def in_order(packed: Mapping[str, CValue]) -> list[CValue]:
+    """Returns all arguments in the kernel's order.
+
+    Raises:
+        ValueError: one is missing; names it.
+    """
+    if missing := [name for name in ARGUMENTS if name not in packed]:
+        raise ValueError(f"arguments: {', '.join(missing)} missing")
+    return [packed[name] for name in ARGUMENTS]
 
 
 def _address(name: str, value: Value) -> int:

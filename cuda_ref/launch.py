@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from cuda.core import Device, LaunchConfig, ObjectCode, Stream, launch
 
-from cuda_ref.arguments import Value, pack
+from cuda_ref.arguments import CValue, in_order
 from cuda_ref.build import KERNEL, build
 from cuda_ref.options import KernelOptions, defines
 from triton_mega.device import DeviceInfo
@@ -43,8 +43,8 @@ class LoadedKernel:
         cooperative = {COOPERATIVE: True}
         self._config = LaunchConfig(grid=options.blocks, block=options.threads, **cooperative)
 
-    def launch(self, arguments: Mapping[str, Value]) -> None:
+    def launch(self, packed: Mapping[str, CValue]) -> None:
         """Launches on torch's current stream of the device; returns at once."""
         with torch.cuda.device(self.device):
             handle = torch.cuda.current_stream(self.device).cuda_stream or LEGACY_STREAM
-            launch(Stream.from_handle(handle), self._config, self._kernel, *pack(arguments))
+            launch(Stream.from_handle(handle), self._config, self._kernel, *in_order(packed))

@@ -23,9 +23,9 @@ class KernelOptions:
     """Blocks of the grid; all must be resident at once."""
     threads: int
     """Threads of a block."""
-    batch: int = 8
+    batch: int = 4
     """16-byte weight loads that a thread issues, and multiplies, at a time."""
-    loads: int = 16
+    loads: int = 8
     """16-byte weight loads that a thread keeps under way, across barriers too."""
     attention: Attention = "split_kv"
     """``split_kv``: up to ``splits`` blocks share the rows of a K/V head. ``one_block_per_head``:
@@ -73,7 +73,7 @@ def default_options(spec: DecoderSpec, device: DeviceInfo) -> KernelOptions:
     128 of an H200's 132: its weight rows divide by 128.
     """
     heads = spec.num_key_value_heads
-    return KernelOptions(blocks=max(device.sm_count // heads * heads, 1), threads=256)
+    return KernelOptions(blocks=max(device.sm_count // heads * heads, 1), threads=512)
 
 
 def defines(spec: DecoderSpec, options: KernelOptions) -> dict[str, int]:
@@ -116,7 +116,9 @@ STAGES = ("qkv_proj", "attention", "o_proj", "gate_up_proj", "down_proj")
 
 
 def barrier_name(spec: DecoderSpec, index: int) -> str:
-    """Names the ``index``-th barrier of a launch, counted from 1, by what it follows."""
+    """Names the ``index``-th barrier of a launch by what it follows; 0 is the launch's start."""
+    if index == 0:
+        return "the launch's start"
     per_step = spec.num_hidden_layers * len(STAGES) + 1
     step, place = divmod(index - 1, per_step)
     if place == per_step - 1:

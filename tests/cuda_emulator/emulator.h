@@ -2,6 +2,7 @@
 // where CUDA threads wait for each other. Slow, exact, and only as large as decode.cu needs.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -44,13 +45,19 @@ struct Meeting {
     int all = 1, result = 1;
 };
 
+// A CUDA thread. ucontext makes its stack; every later switch is a jump, which needs no system call.
+struct Fiber {
+    ucontext_t context;
+    jmp_buf place;
+    std::unique_ptr<char[]> stack;
+    bool started = false, done = false;
+};
+
 struct Block {
-    std::vector<ucontext_t> fibers;
-    std::vector<std::unique_ptr<char[]>> stacks;
-    std::vector<bool> done;
+    std::vector<Fiber> fibers;
     std::vector<Meeting> warps;
     Meeting block;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     std::function<void()> body;
 };
 
@@ -58,9 +65,8 @@ inline thread_local Block* current = nullptr;
 inline volatile char sink;
 
 inline void yield() {
-    int me = threadIdx.x;
-    swapcontext(&current->fibers[me], &current->scheduler);
-    threadIdx.x = me;
+    Fiber& me = current->fibers[threadIdx.x];
+    if (_setjmp(me.place) == 0) _longjmp(current->scheduler, 1);
 }
 
 inline void meet(Meeting& meeting) {
@@ -76,7 +82,16 @@ inline void meet(Meeting& meeting) {
 
 inline void fiber_main() {
     current->body();
-    current->done[threadIdx.x] = true;
+    current->fibers[threadIdx.x].done = true;
+    _longjmp(current->scheduler, 1);
+}
+
+// Runs a fiber until it waits or ends.
+inline void resume(Fiber& fiber) {
+    if (_setjmp(current->scheduler)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
 }
 
 inline void run_block(int block_id, int threads, std::function<void()> body) {
@@ -85,24 +100,23 @@ inline void run_block(int block_id, int threads, std::function<void()> body) {
     blockIdx.x = block_id;
     block.body = std::move(body);
     block.fibers.resize(threads);
-    block.done.assign(threads, false);
     block.warps.resize(threads / WARP_THREADS);
     for (Meeting& warp : block.warps) warp.size = WARP_THREADS;
     block.block.size = threads;
-    for (int i = 0; i < threads; ++i) {
-        block.stacks.emplace_back(new char[STACK_BYTES]);
-        getcontext(&block.fibers[i]);
-        block.fibers[i].uc_stack.ss_sp = block.stacks[i].get();
-        block.fibers[i].uc_stack.ss_size = STACK_BYTES;
-        block.fibers[i].uc_link = &block.scheduler;
-        makecontext(&block.fibers[i], fiber_main, 0);
+    for (Fiber& fiber : block.fibers) {
+        fiber.stack.reset(new char[STACK_BYTES]);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_size = STACK_BYTES;
+        makecontext(&fiber.context, fiber_main, 0);
     }
-    for (int left = threads; left > 0;) {
+    for (bool left = true; left;) {
+        left = false;
         for (int i = 0; i < threads; ++i) {
-            if (block.done[i]) continue;
+            if (block.fibers[i].done) continue;
             threadIdx.x = i;
-            swapcontext(&block.scheduler, &block.fibers[i]);
-            left -= block.done[i];
+            resume(block.fibers[i]);
+            left = true;
         }
         std::this_thread::yield();
     }

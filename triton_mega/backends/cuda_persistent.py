@@ -25,7 +25,7 @@ from triton_mega.spec import DecoderSpec
 from triton_mega.weights import DecoderWeights
 
 if TYPE_CHECKING:
-    from cuda_ref.arguments import Value
+    from cuda_ref.arguments import CValue, Value
     from cuda_ref.options import KernelOptions
 
 SYNC_WORDS = 128
@@ -36,7 +36,7 @@ INSTALL = "install the extra: pip install 'triton-mega[cuda]'"
 class Kernel(Protocol):
     """What launches the kernel: ``cuda_ref.launch.LoadedKernel``."""
 
-    def launch(self, arguments: Mapping[str, Value]) -> None: ...
+    def launch(self, packed: Mapping[str, CValue]) -> None: ...
 
 
 class CudaPersistent(DecodeBackend):
@@ -73,6 +73,7 @@ class CudaPersistent(DecodeBackend):
         self._kernel = self._load()
         self._sync = torch.zeros(SYNC_WORDS, dtype=torch.int32, device=self.device)
         self._buffers = self._allocate_buffers(slots=1)
+        self._fixed = [self._pack_fixed(head) for head in range(spec.num_lm_heads)]
 
     @classmethod
     def check_available(cls, device: torch.device) -> None:
@@ -185,6 +186,8 @@ class CudaPersistent(DecodeBackend):
         trace: dict[str, torch.Tensor] | None = None,
     ) -> tuple[StepOutput, torch.Tensor]:
         """Launches ``n`` steps from embedding rows, or from a table and its first row's number."""
+        from cuda_ref.arguments import pack
+
         if rows is not None:
             rows, n = rows.contiguous(), rows.shape[0]
         assert n is not None
@@ -195,26 +198,29 @@ class CudaPersistent(DecodeBackend):
         at_once = self.tuning.steps_per_launch or n
         for start in range(0, n, at_once):
             stop = min(start + at_once, n)
-            self._kernel.launch(
-                {
-                    **self._model_arguments(head),
-                    **(trace or self._buffers),
-                    "inputs_embeds": None if rows is None else rows[start:stop],
-                    "embedding": table,
-                    "first_token": tokens[start - 1 : start] if table is not None and start else first,
-                    "hidden": hidden[start:stop],
-                    "logits": logits[start:stop],
-                    "next_tokens": tokens[start:stop],
-                    "n_steps": stop - start,
-                    "position": position + start,
-                    "trace": int(trace is not None),
-                }
-            )
+            follows = table is not None and start > 0
+            step_arguments: dict[str, Value] = {
+                "inputs_embeds": None if rows is None else rows[start:stop],
+                "embedding": table,
+                "first_token": tokens[start - 1 : start] if follows else first,
+                "hidden": hidden[start:stop],
+                "logits": logits[start:stop],
+                "next_tokens": tokens[start:stop],
+                "n_steps": stop - start,
+                "position": position + start,
+                "trace": int(trace is not None),
+                "spin_limit": self.spin_limit,
+                **(trace or {}),
+            }
+            self._kernel.launch(self._fixed[head] | pack(step_arguments))
         return StepOutput(hidden, logits), tokens
 
-    def _model_arguments(self, head: int) -> dict[str, Value]:
+    def _pack_fixed(self, head: int) -> dict[str, CValue]:
+        """The arguments that no step changes."""
+        from cuda_ref.arguments import pack
+
         weights = self.weights
-        return {
+        fixed: dict[str, Value] = {
             "input_norm": weights.input_norm,
             "q_norm": weights.q_norm,
             "k_norm": weights.k_norm,
@@ -231,9 +237,10 @@ class CudaPersistent(DecodeBackend):
             "sin": self.sin,
             "sync_words": self._sync,
             "max_positions": self.cache.max_positions,
-            "spin_limit": self.spin_limit,
             "eps": self.spec.rms_norm_eps,
+            **self._buffers,
         }
+        return pack(fixed)
 
     def _allocate_buffers(self, slots: int) -> dict[str, torch.Tensor]:
         """Scratch tensors with ``slots`` layer slots, poisoned with NaN."""
