@@ -118,7 +118,7 @@ def source_files() -> list[Path]:
 
 
 def read_resources(cubin: bytes) -> Resources:
-    """Reads registers, stack and shared memory off a cubin with the ``cuobjdump`` of Triton's wheel.
+    """Reads what a cubin takes, with the ``cuobjdump`` of Triton's wheel.
 
     Raises:
         RuntimeError: the cubin does not hold the kernel.
@@ -131,10 +131,11 @@ def read_resources(cubin: bytes) -> Resources:
         file.write(cubin)
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.search(rf"Function {KERNEL}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", report)
+        done = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(rf"Function {KERNEL}:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", done.stdout)
     if found is None:
-        raise RuntimeError(f"cuobjdump reported no resources of {KERNEL}: {report!r}")
+        said = done.stderr or done.stdout
+        raise RuntimeError(f"cuobjdump reported no resources of {KERNEL}: {said!r}")
     return Resources(*(int(number) for number in found.groups()))
 
 

@@ -77,9 +77,7 @@ def test_the_newest_row_wins_at_every_place_in_a_range(position: int) -> None:
     trace = made.trace_step(rows, position)
     qkv = trace["qkv_proj"][0]
     assert trace["attention"][0].abs().max() > 0  # the only row whose v is not zero
-    assert torch.equal(
-        made.cache.v[0, :, position].flatten(), qkv[-SPEC.kv_size :].bfloat16()
-    )
+    assert torch.equal(made.cache.v[0, :, position].flatten(), qkv[-SPEC.kv_size :].bfloat16())
 
 
 def test_choices_agree() -> None:
@@ -122,7 +120,9 @@ def test_a_block_that_waits_too_long_is_named_and_the_engine_recovers() -> None:
     made.synchronize()
     made.spin_limit = 0  # nobody waits for the last to arrive
     made.run_steps(rows, 0)
-    with pytest.raises(BarrierTimeout, match=r"block \d of 3 gave up .* step 0, layer 0, after \w+"):
+    with pytest.raises(
+        BarrierTimeout, match=r"block \d of 3 gave up .* step 0, layer 0, after \w+"
+    ):
         made.synchronize()
     made.spin_limit = 2_000_000
     assert_same(made.run_steps(rows, 0), want)

@@ -27,7 +27,7 @@ SMALL = KernelOptions(blocks=3, threads=64, splits=4, rows_per_split=2, prefetch
 """More than one block, warp, split and item of everything, and still quick."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compile(constants: tuple[tuple[str, int], ...]) -> Callable[..., None]:
     assert COMPILER is not None
     with tempfile.TemporaryDirectory() as directory:

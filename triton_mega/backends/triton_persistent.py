@@ -14,6 +14,7 @@ from triton_mega.spec import DecoderSpec
 from triton_mega.tuning import TuningConfig
 from triton_mega.weights import DecoderWeights
 
+
 class TritonPersistent(TritonBackend):
     """``n`` decode steps per launch, every program resident throughout.
 
