@@ -90,7 +90,7 @@ def default_tuning(spec: DecoderSpec, device: DeviceInfo | None) -> TuningConfig
         down_n=8,
         down_k=min(ffn, 512),
         head_n=8,
-        head_k=min(hidden, 512),
+        head_k=min(hidden, 256),
         attention_t=32,
         splits=max(programs // heads, 1),
         splits_at_once=4,

@@ -8,7 +8,7 @@ from triton_mega.backends import SPIN_LIMIT, BarrierTimeout, StepOutput
 from triton_mega.backends.triton_common import TritonBackend, interpreted
 from triton_mega.device import DeviceInfo
 from triton_mega.kernels import arguments
-from triton_mega.kernels.persistent import decode_persistent_kernel
+from triton_mega.kernels.persistent import decode_persistent_kernel, launch_options
 from triton_mega.kernels.sync import ERROR, ERROR_INDEX, SYNC_WORDS
 from triton_mega.spec import DecoderSpec
 from triton_mega.tuning import TuningConfig
@@ -77,7 +77,8 @@ class TritonPersistent(TritonBackend):
         trace: int,
     ) -> None:
         decode_persistent_kernel[(self.tuning.num_programs,)](
-            *self._arguments(steps, buffers, position, head, trace), **self._options()
+            *self._arguments(steps, buffers, position, head, trace),
+            **launch_options(self.tuning.num_warps),
         )
 
     def _arguments(
@@ -105,13 +106,6 @@ class TritonPersistent(TritonBackend):
             self._jitter,
         )
 
-    def _options(self) -> dict[str, object]:
-        return {
-            "num_warps": self.tuning.num_warps,
-            "enable_fp_fusion": True,
-            "launch_cooperative_grid": True,
-        }
-
     def _check_resident(self) -> None:
         """Compiles the kernel and refuses a grid that would wait for programs not yet started."""
         programs = self.tuning.num_programs
@@ -122,7 +116,7 @@ class TritonPersistent(TritonBackend):
             compiled = decode_persistent_kernel.warmup(
                 *self._arguments(self._allocate_steps(row), self._buffers, 0, 0, 0),
                 grid=(programs,),
-                **self._options(),
+                **launch_options(self.tuning.num_warps),
             )
             compiled._init_handles()
             device = DeviceInfo.read(self.device)

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from triton_mega.kernels import arguments
-from triton_mega.kernels.persistent import decode_persistent_kernel
+from triton_mega.kernels.persistent import decode_persistent_kernel, launch_options
 from triton_mega.kernels.staged import STAGE_KERNELS
 
 ALIGNED = [["tt.divisibility", 16]]
@@ -58,7 +58,9 @@ def compile_persistent(
         **_constants(shape, tiles),
         "JITTER": "constexpr",
     }
-    return _compile(decode_persistent_kernel, signature, (shape, tiles, jitter), tiles, capability)
+    options = launch_options(tiles.NUM_WARPS.value)
+    values = (shape, tiles, jitter)
+    return _compile(decode_persistent_kernel, signature, values, options, capability)
 
 
 def compile_stage(
@@ -72,7 +74,8 @@ def compile_stage(
         "eps": "fp32",
         **_constants(shape, tiles),
     }
-    return _compile(STAGE_KERNELS[stage], signature, (shape, tiles), tiles, capability)
+    options = {"num_warps": tiles.NUM_WARPS.value, "enable_fp_fusion": True}
+    return _compile(STAGE_KERNELS[stage], signature, (shape, tiles), options, capability)
 
 
 def read_resources(compiled: Any) -> Resources:
@@ -108,7 +111,7 @@ def _compile(
     kernel: Any,
     signature: dict[str, Any],
     values: Iterable[Any],
-    tiles: arguments.Tiles,
+    options: dict[str, Any],
     capability: tuple[int, int],
 ) -> Any:
     constants: dict[tuple[int, ...], Any] = {}
@@ -125,9 +128,4 @@ def _compile(
             attributes[(i,)] = ALIGNED
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     major, minor = capability
-    options = {
-        "num_warps": tiles.NUM_WARPS.value,
-        "enable_fp_fusion": True,
-        "launch_cooperative_grid": True,
-    }
     return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)

@@ -189,13 +189,16 @@ def combine_splits(
     top = tl.full([2 * HALF], LOWEST, tl.float32)
     total = tl.zeros([2 * HALF], tl.float32)
     acc = tl.zeros([2 * HALF, HD], tl.float32)
+    # Splits in the middle axis stay within a thread: no reduction here crosses a warp.
+    offs_s = tl.arange(0, tiles.SPLITS_AT_ONCE)[None, :]
     for first in range(0, num_splits, tiles.SPLITS_AT_ONCE):
-        # Splits in the middle axis stay within a thread: no reduction here crosses a warp.
-        offs_s = first + tl.arange(0, tiles.SPLITS_AT_ONCE)[None, :]
-        place = offs_s * shape.Q_HEADS + head  # [2 * HALF, SPLITS_AT_ONCE]
-        mask = (offs_s < num_splits) & (slot % HALF < HEADS)
-        lse = tl.load(lse_ptr + place, mask=mask, other=LOWEST)
-        part_ptrs = partial_ptr + place[:, :, None] * HD + offs_d
+        mask = (offs_s < num_splits - first) & (slot % HALF < HEADS)
+        row_ptr = lse_ptr + first * shape.Q_HEADS
+        lse = tl.load((row_ptr + head) + offs_s * shape.Q_HEADS, mask=mask, other=LOWEST)
+        row_ptr = partial_ptr + first * (shape.Q_HEADS * HD)
+        part_ptrs = (row_ptr + (head[:, :, None] * HD + offs_d)) + offs_s[:, :, None] * (
+            shape.Q_HEADS * HD
+        )
         part = tl.load(part_ptrs, mask=mask[:, :, None], other=0.0)
         new_top = tl.maximum(top, tl.max(lse, axis=1))
         scale = tl.exp(top - new_top)

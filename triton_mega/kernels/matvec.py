@@ -40,15 +40,16 @@ def load_halves(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, NUM_WARPS: tl.const
     BLOCK_PAIRS: tl.constexpr = BLOCK_K // 2
     offs = half_offsets(BLOCK_K, NUM_WARPS)
     chunks = ()
+    ptrs = ptr + offs
     for i in tl.static_range(triton.cdiv(K, BLOCK_K)):
-        ptrs = ptr + i * BLOCK_PAIRS + offs
+        start = i * BLOCK_PAIRS
         if K % BLOCK_K == 0:
-            low = tl.load(ptrs)
-            high = tl.load(ptrs + PAIRS)
+            low = tl.load(ptrs + start)
+            high = tl.load(ptrs + (start + PAIRS))
         else:
-            mask = offs < PAIRS - i * BLOCK_PAIRS
-            low = tl.load(ptrs, mask=mask, other=0.0)
-            high = tl.load(ptrs + PAIRS, mask=mask, other=0.0)
+            mask = offs < PAIRS - start
+            low = tl.load(ptrs + start, mask=mask, other=0.0)
+            high = tl.load(ptrs + (start + PAIRS), mask=mask, other=0.0)
         chunks = chunks + ((low.to(tl.float32), high.to(tl.float32)),)
     return chunks
 
@@ -80,20 +81,26 @@ def load_rows(
     """
     PAIRS: tl.constexpr = K // 2
     BLOCK_PAIRS: tl.constexpr = BLOCK_K // 2
-    offs_n = block_offsets(BLOCK_N, BLOCK_K, NUM_WARPS)[:, :, None]
+    GROUPS: tl.constexpr = row_groups(BLOCK_K, NUM_WARPS)
+    ROWS: tl.constexpr = BLOCK_N // GROUPS
+    group = tl.arange(0, GROUPS)[:, None, None]
+    row = tl.arange(0, ROWS)[None, :, None]
     offs_k = tl.arange(0, BLOCK_PAIRS)[None, None, :]
     if N % (BLOCK_N * PROGRAMS) != 0:
         block = tl.minimum(block, triton.cdiv(N, BLOCK_N) - 1)
-    # Scalars first: what differs between threads then is constant over blocks, and cheap to keep.
-    block_ptr = w_ptr + block * (BLOCK_N * PAIRS)
+    # What only differs between a thread's registers is added last: it becomes an immediate offset.
+    offs = block * (BLOCK_N * PAIRS) + group * (ROWS * PAIRS) + offs_k
+    ptrs = (w_ptr + offs) + row * PAIRS
     tiles = ()
     for i in tl.static_range(triton.cdiv(K, BLOCK_K)):
-        ptrs = block_ptr + i * BLOCK_PAIRS + (offs_n * PAIRS + offs_k)
         if N % BLOCK_N == 0 and K % BLOCK_K == 0:
-            tile = tl.load(ptrs, eviction_policy="evict_first")
+            tile = tl.load(ptrs + i * BLOCK_PAIRS, eviction_policy="evict_first")
         else:
-            mask = (offs_n < N - block * BLOCK_N) & (offs_k < PAIRS - i * BLOCK_PAIRS)
-            tile = tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
+            rows_left = N - block * BLOCK_N - group * ROWS
+            mask = (row < rows_left) & (offs_k < PAIRS - i * BLOCK_PAIRS)
+            tile = tl.load(
+                ptrs + i * BLOCK_PAIRS, mask=mask, other=0, eviction_policy="evict_first"
+            )
         tiles = tiles + (tile,)
     return tiles
 

@@ -7,6 +7,8 @@ buffers are allocated or which tuning is good.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -26,7 +28,20 @@ from triton_mega.kernels.stages import (
 )
 from triton_mega.kernels.sync import BASE, arrive, finish, wait
 
+REGISTERS_PER_SM = 65536
+MOST_REGISTERS = 255
+
 STEP_ARGUMENTS = ("n_steps", "position", "max_positions", "trace", "spin_limit")
+
+
+@triton.jit
+def program_id(index):
+    """This program's number, in a form that the compiler cannot tell is the same at every barrier.
+
+    What a stage derives from it is computed where it is needed, instead of once for all layers and
+    kept in registers that the weights need.
+    """
+    return tl.program_id(0) + (index >> 30)
 
 
 @triton.jit(do_not_specialize=list(STEP_ARGUMENTS))
@@ -56,6 +71,7 @@ def decode_persistent_kernel(
     while (step < n_steps) & alive:
         layer = 0
         while (layer < shape.LAYERS) & alive:
+            pid = program_id(index)
             ahead = qkv_proj_ahead(weights, pid, layer, shape, tiles)
             alive = wait(sync_ptr, base, pid, index, alive, spin_limit, PROGRAMS, JITTER)
             qkv_proj(weights, steps, buffers, ahead, pid, step, layer, trace, eps, shape, tiles)
@@ -90,3 +106,17 @@ def decode_persistent_kernel(
         step += 1
         position += 1
     finish(sync_ptr, base, pid, index, alive, PROGRAMS)
+
+
+def launch_options(num_warps: int) -> dict[str, Any]:
+    """Compile and launch options of the persistent kernel.
+
+    A program has a multiprocessor to itself: without ``maxnreg`` the assembler may keep registers
+    free for a second one, and spill.
+    """
+    return {
+        "num_warps": num_warps,
+        "maxnreg": min(REGISTERS_PER_SM // (32 * num_warps), MOST_REGISTERS),
+        "enable_fp_fusion": True,
+        "launch_cooperative_grid": True,
+    }

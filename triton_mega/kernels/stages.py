@@ -42,11 +42,11 @@ def load_stream(
 
     That is the embedding row, or the layer before's output: two predicated loads, not a branch.
     """
-    embeds_ptr = steps.inputs_embeds + step * HIDDEN + start
-    x_ptr = buffers.x + (layer - 1) * trace * HIDDEN + start
+    embeds_ptrs = (steps.inputs_embeds + step * HIDDEN + offs) + start
+    x_ptrs = (buffers.x + (layer - 1) * trace * HIDDEN + offs) + start
     mask = offs < BOUND - start
-    embeds = tl.load(embeds_ptr + offs, mask=mask & (layer == 0), other=0.0).to(tl.float32)
-    return embeds + tl.load(x_ptr + offs, mask=mask & (layer > 0), other=0.0)
+    embeds = tl.load(embeds_ptrs, mask=mask & (layer == 0), other=0.0).to(tl.float32)
+    return embeds + tl.load(x_ptrs, mask=mask & (layer > 0), other=0.0)
 
 
 @triton.jit

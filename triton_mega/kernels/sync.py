@@ -15,7 +15,7 @@ COUNTER = tl.constexpr(0)
 BASE = tl.constexpr(32)  # words apart: a cache line each, so that polls do not slow other words
 ERROR = tl.constexpr(64)  # 0, or 1 + the program that ran out of patience first
 ERROR_INDEX = tl.constexpr(65)  # the barrier it waited at, counted from the launch's start
-JITTER_SINK = tl.constexpr(96)  # polled by the jitter build to pass time
+JITTER_SINK = tl.constexpr(96)  # counted up by the jitter build to pass time
 SYNC_WORDS = 128
 
 
@@ -79,7 +79,7 @@ def finish(sync_ptr, base, pid, index, alive, PROGRAMS: tl.constexpr):
 def _idle(sync_ptr, pid, index):
     """Spends a time that differs between programs and barriers: brings races to light."""
     for _ in range((pid * 7 + index * 13) % 11):
-        tl.atomic_add(sync_ptr + JITTER_SINK, 0, sem="relaxed", scope="gpu")
+        tl.atomic_add(sync_ptr + JITTER_SINK, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["rounds", "spin_limit"])
