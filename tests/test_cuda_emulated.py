@@ -150,9 +150,13 @@ def test_argmax_takes_the_lowest_of_equals_and_does_not_hide_nan() -> None:
         head[0] = -hidden
         head[0, equal] = hidden
         assert made.run_steps_with_argmax(rows, 0)[1].tolist() == [equal[0]]
-    head[0] = 0  # zeros of both signs are equal
-    head[0, 40] = -0.0
-    assert made.run_steps_with_argmax(rows, 0)[1].tolist() == [0]
+    head[0] = 0  # zeros of both signs are equal: the first logit becomes -0 when it is rounded
+    at = int((hidden.abs() - 0.3).abs().argmin())
+    head[0, 0, at] = -torch.finfo(torch.bfloat16).smallest_normal * 2.0**-7 * hidden[at].sign()
+    output, tokens = made.run_steps_with_argmax(rows, 0)
+    assert output.logits[0, 0] < 0
+    assert output.logits[0, 0].bfloat16() == 0
+    assert tokens.tolist() == [0]
     head[0] = hidden
     head[0, 33] = float("nan")
     assert made.run_steps_with_argmax(rows, 0)[1].tolist() == [33]

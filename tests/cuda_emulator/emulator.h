@@ -110,13 +110,15 @@ inline void run_block(int block_id, int threads, std::function<void()> body) {
         fiber.context.uc_stack.ss_size = STACK_BYTES;
         makecontext(&fiber.context, fiber_main, 0);
     }
-    for (bool left = true; left;) {
-        left = false;
+    // Warps drift apart where nothing holds them together, so that a missing __syncthreads shows.
+    int left = threads;
+    for (int round = 0; left > 0; ++round) {
         for (int i = 0; i < threads; ++i) {
-            if (block.fibers[i].done) continue;
+            int warp = i / WARP_THREADS;
+            if (block.fibers[i].done || (round / 256 + warp) % 3 == 0) continue;
             threadIdx.x = i;
             resume(block.fibers[i]);
-            left = true;
+            left -= block.fibers[i].done;
         }
         std::this_thread::yield();
     }
