@@ -143,6 +143,8 @@ class BackendContract:
         rows = self.rows(engine, 1)
         rows[0, 7] = float("nan")
         assert engine.run_steps(rows, 2).logits.isnan().all()
+        later = self.rows(engine, 1, seed=1)  # reads what the step before has cached
+        assert engine.run_steps(later, 3).logits.isnan().all()
         engine = self.engine(role, history=2)
         engine.cache.v[0, 0, 1, 3] = float("nan")
         assert engine.run_steps(self.rows(engine, 1), 2).logits.isnan().all()

@@ -13,6 +13,7 @@ from triton_mega.bench import Oracle, Timing, check_backend, time_backends
 from triton_mega.reference import CONTRACTS, decode
 from triton_mega.schedule import Schedule
 from triton_mega.spec import TINY
+from triton_mega.testing import relative_error
 from triton_mega.tuning import default_tuning
 from triton_mega.weights import random_weights
 
@@ -122,6 +123,66 @@ class Raises(Right):
         return super()._run(inputs_embeds, position, head)
 
 
+class ChangesItsRows(RightShown):
+    """Decodes with a new K/V row that was changed after it was rounded: right behind that row."""
+
+    name = "changes"
+    other: ClassVar[str] = "v"
+
+    def change(self, row: torch.Tensor) -> None:  # [HKV, HD] bf16
+        raise NotImplementedError
+
+    def _decode(self, row: torch.Tensor, position: int, trace: Any = None) -> Any:
+        rules, tables = CONTRACTS[self.contract], (self.cos, self.sin)
+        decode(SPEC, self.weights, row, position, self.cache, *tables, rules)
+        self.change(getattr(self.cache, self.other)[0, :, position])
+        args = (row, position, self.cache, *tables, rules)
+        return decode(SPEC, self.weights, *args, trace=trace, kv_given=True)
+
+    def _run(self, inputs_embeds: torch.Tensor, position: int, head: int) -> StepOutput:
+        outputs = [self._decode(row, position + i) for i, row in enumerate(inputs_embeds.split(1))]
+        hidden, logits = (torch.cat(tensors) for tensors in zip(*outputs, strict=True))
+        return StepOutput(hidden, logits)
+
+    def trace_step(
+        self, inputs_embeds: torch.Tensor, position: int, head: int = 0
+    ) -> dict[str, torch.Tensor]:
+        trace: dict[str, torch.Tensor] = {}
+        self._decode(inputs_embeds, position, trace)
+        return trace
+
+
+class RoundsTheOtherWay(ChangesItsRows):
+    """A few elements of V are the next bf16 value, as a sum a little larger would have given."""
+
+    def change(self, row: torch.Tensor) -> None:
+        row.view(torch.int16)[0, :3] += 1
+
+
+class WrongValues(ChangesItsRows):
+    """V is the right one of another head."""
+
+    def change(self, row: torch.Tensor) -> None:
+        row.copy_(row.roll(1, 0))
+
+
+class WrongKeys(WrongValues):
+    """K is the right one of another head."""
+
+    other = "k"
+
+
+class StoresAnotherRow(RightShown):
+    """Right outputs; the row that it leaves in the cache is not the one that it used."""
+
+    name = "stores"
+
+    def _run(self, inputs_embeds: torch.Tensor, position: int, head: int) -> StepOutput:
+        output = super()._run(inputs_embeds, position, head)
+        self.cache.v[0, :, position] = self.cache.v[0, :, position].roll(1, 0)
+        return output
+
+
 def make(backend_class: type[DecodeBackend]) -> DecodeBackend:
     return backend_class(SPEC, WEIGHTS, max_positions=MAX_POSITIONS)
 
@@ -142,7 +203,8 @@ def test_the_right_passes(backend_class: type[DecodeBackend], oracle: Oracle) ->
     assert found.passed
     assert found.steps_checked == 3
     assert found.hidden.baseline_error > 1e-3
-    assert set(found.stages) == (set() if backend_class is Right else set(oracle.exact.trace))
+    shown = set() if backend_class is Right else set(oracle.exact.trace)
+    assert set(found.stages) == {"k", "v"} | shown
     if backend_class is not Official:
         assert found.hidden.error < 1e-6
         assert found.argmax_agreement == 1.0
@@ -181,6 +243,31 @@ def test_a_wrong_stage_is_named(base: type[RightShown], oracle: Oracle) -> None:
     found = check_backend(make(Faulty), oracle).correctness
     assert not found.passed
     assert str(found.first_divergence).startswith("layer 1, stage gate_up_proj: ")
+
+
+def test_a_new_row_that_rounds_the_other_way_is_no_error() -> None:
+    oracle = Oracle.build(SPEC, WEIGHTS, position=0, steps=2, max_positions=MAX_POSITIONS, seed=5)
+    check = check_backend(make(RoundsTheOtherWay), oracle)
+    found = check.correctness
+    assert found.passed, found.first_divergence
+    assert found.hidden.error < 1e-6
+    assert 0 < found.stages["v"].error < bench.KV_BOUND
+    # It would be one against rows of the reference's own: that is why they are given to it.
+    got = check.backend.run_steps(oracle.rows, 0)
+    assert relative_error(got.hidden, oracle.exact.hidden) > bench.FP32_BOUND
+
+
+@pytest.mark.parametrize(
+    ("backend_class", "name"), [(WrongKeys, "k"), (WrongValues, "v"), (StoresAnotherRow, "v")]
+)
+def test_a_wrong_new_row_is_named(
+    backend_class: type[DecodeBackend], name: str, oracle: Oracle
+) -> None:
+    found = check_backend(make(backend_class), oracle).correctness
+    assert not found.passed
+    assert found.stages[name].error > 10 * bench.KV_BOUND
+    if backend_class is not StoresAnotherRow:  # right behind the row, so nothing else tells
+        assert str(found.first_divergence).startswith(f"layer 0, stage {name}: ")
 
 
 def test_history_is_the_same_whatever_ran_before(oracle: Oracle) -> None:
@@ -228,6 +315,26 @@ def test_a_candidate_that_raises_is_named(oracle: Oracle) -> None:
         time_backends(checks, QUICK)
     assert caught.value.check is checks[1]
     assert "out of luck" in str(caught.value.__cause__)
+
+
+def test_a_launch_that_fails_on_the_device_is_seen(oracle: Oracle) -> None:
+    class Abandoned(Right):
+        """Its launches return at once; only waiting for them tells that they were given up."""
+
+        name = "abandoned"
+        waits: ClassVar[int] = 0
+
+        def synchronize(self) -> None:
+            Abandoned.waits += 1
+            if Abandoned.waits > 1:
+                raise RuntimeError("gave up at a barrier")
+
+    check = check_backend(make(Abandoned), oracle)
+    with pytest.raises(bench.TimingFailed) as caught:
+        time_backends([check], QUICK)
+    assert "gave up" in str(caught.value.__cause__)
+    with pytest.raises(RuntimeError, match="gave up"):
+        check_backend(make(Abandoned), oracle)
 
 
 def test_nothing_to_time_is_no_error() -> None:

@@ -66,6 +66,11 @@ class TestGraphStep(BackendContract):
 
 
 @pytest.mark.gpu
+class TestTorchEagerOnAGPU(BackendContract):
+    backend, device = "torch_eager", "cuda:0"
+
+
+@pytest.mark.gpu
 class TestTorchGraph(BackendContract):
     backend, device = "torch_graph", "cuda:0"
 

@@ -28,6 +28,9 @@ from triton_mega.weights import DecoderWeights
 FP32_BOUND = 1e-4
 """Largest relative error of contract fp32_activations against the fp32 reference."""
 
+KV_BOUND = 2.0**-7
+"""Largest relative error of the new K/V rows of contract fp32_activations: one bf16 spacing."""
+
 BF16_FACTORS = {"hf_bf16": 2.0, "bf16_operands": 1.0}
 """Largest error of the other contracts, in units of the official bf16 arithmetic's own."""
 
@@ -63,10 +66,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Reply:
-    """Hidden states and logits of all steps, and the stages of the first one."""
+    """Hidden states, logits and new K/V rows of all steps, and the stages of the first one."""
 
     hidden: torch.Tensor  # [n, D]
     logits: torch.Tensor  # [n, V]
+    kv: Trace  # "k" and "v", [L, HKV * n * HD] each
     trace: Trace
 
 
@@ -101,21 +105,68 @@ class Oracle:
         history.fill_random(position, seed)
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randn(steps, spec.hidden_size, generator=generator).bfloat16().to(device)
-        cos, sin = (t.to(device) for t in rope_tables(torch.arange(max_positions), spec))
 
         def reply(contract: str) -> Reply:
             cache = KVCache.allocate(spec, max_positions, device=device)
             cache.copy_from(history)
-            first: Trace = {}
-            outputs = []
-            for i in range(steps):
-                rules, trace = CONTRACTS[contract], None if i else first
-                row, at = rows[i : i + 1], position + i
-                outputs.append(decode(spec, weights, row, at, cache, cos, sin, rules, trace=trace))
-            hidden, logits = (torch.cat(tensors) for tensors in zip(*outputs, strict=True))
-            return Reply(hidden, logits, first)
+            return reference_reply(spec, weights, rows, position, cache, contract)
 
         return cls(position, rows, history, reply("fp32_activations"), reply("hf_bf16"))
+
+    def exact_behind(self, backend: DecodeBackend) -> Reply:
+        """Returns the exact reply behind the K/V rows that ``backend`` has written for the steps.
+
+        Two sums that are equally right may round to neighbouring bf16 values of K and V. Behind few
+        rows each such element moves what follows by more than ``FP32_BOUND``, which is no error.
+        """
+        return reference_reply(
+            backend.spec,
+            backend.weights,
+            self.rows,
+            self.position,
+            backend.cache,
+            "fp32_activations",
+            kv_given=True,
+        )
+
+
+def reference_reply(
+    spec: DecoderSpec,
+    weights: DecoderWeights,
+    rows: torch.Tensor,  # [n, D]
+    position: int,
+    cache: KVCache,
+    contract: str,
+    *,
+    kv_given: bool = False,
+) -> Reply:
+    """Runs the reference row by row, each axis of a position equal; see ``reference.decode``."""
+    tables = rope_tables(torch.arange(cache.max_positions), spec)
+    cos, sin = (table.to(rows.device) for table in tables)
+    first: Trace = {}
+    outputs = [
+        decode(
+            spec,
+            weights,
+            rows[i : i + 1],
+            position + i,
+            cache,
+            cos,
+            sin,
+            CONTRACTS[contract],
+            trace=None if i else first,
+            kv_given=kv_given,
+        )
+        for i in range(rows.shape[0])
+    ]
+    hidden, logits = (torch.cat(tensors) for tensors in zip(*outputs, strict=True))
+    return Reply(hidden, logits, new_rows(cache, position, len(outputs)), first)
+
+
+def new_rows(cache: KVCache, position: int, steps: int) -> Trace:
+    """Returns a copy of the rows from ``position`` on, "k" and "v", [L, HKV * steps * HD] each."""
+    rows = slice(position, position + steps)
+    return {name: getattr(cache, name)[:, :, rows].flatten(1).clone() for name in ("k", "v")}
 
 
 @dataclass(frozen=True)
@@ -179,7 +230,7 @@ def start(
     began = time.perf_counter()
     backend = backend_class(spec, weights, max_positions=max_positions, **options)
     backend.run_steps(row, 0)
-    _synchronize(device)
+    backend.synchronize()
     cold_start_s = time.perf_counter() - began
     if device.type != "cuda":
         return Started(backend, cold_start_s, None)
@@ -189,33 +240,43 @@ def start(
 
 
 def check_backend(backend: DecodeBackend, oracle: Oracle) -> Check:
-    """Runs the oracle's steps on a backend and compares every stage, hidden states and logits.
+    """Runs the oracle's steps on a backend and compares stages, K/V rows, hidden states and logits.
 
-    A backend that does not show its stages is judged by its outputs alone.
+    Stages are those of the first step; a backend that does not show them is judged by the rest.
     """
     factor = BF16_FACTORS.get(backend.contract)
-    exact, official = oracle.exact, oracle.official
-
-    def accuracy(got: torch.Tensor, want: torch.Tensor, baseline: torch.Tensor) -> Accuracy:
-        baseline_error = relative_error(baseline, want)
-        bound = FP32_BOUND if factor is None else factor * baseline_error
-        return Accuracy(relative_error(got, want), bound, baseline_error)
-
-    stages, divergence = {}, None
     backend.cache.copy_from(oracle.history)
     try:
         trace = backend.trace_step(oracle.rows[:1], oracle.position)
     except NotImplementedError:
-        pass
-    else:
-        yardstick = None if factor is None else official.trace
-        divergence = first_divergence(trace, exact.trace, factor or FP32_BOUND, yardstick)
-        stages = {
+        trace = None
+    backend.cache.copy_from(oracle.history)
+    output = backend.run_steps(oracle.rows, oracle.position)
+    backend.synchronize()
+    exact, official = oracle.exact, oracle.official
+    if factor is None:
+        exact = oracle.exact_behind(backend)
+
+    def accuracy(
+        got: torch.Tensor, want: torch.Tensor, baseline: torch.Tensor, bound: float = FP32_BOUND
+    ) -> Accuracy:
+        baseline_error = relative_error(baseline, want)
+        bound = bound if factor is None else factor * baseline_error
+        return Accuracy(relative_error(got, want), bound, baseline_error)
+
+    kv = new_rows(backend.cache, oracle.position, oracle.rows.shape[0])
+    yardsticks = (None, None) if factor is None else (official.trace, official.kv)
+    divergence = first_divergence(kv, oracle.exact.kv, factor or KV_BOUND, yardsticks[1])
+    stages = {
+        name: accuracy(kv[name], oracle.exact.kv[name], official.kv[name], KV_BOUND) for name in kv
+    }
+    if trace is not None:
+        first = first_divergence(trace, exact.trace, factor or FP32_BOUND, yardsticks[0])
+        divergence = first or divergence
+        stages |= {
             stage: accuracy(trace[stage], exact.trace[stage], official.trace[stage])
             for stage in exact.trace
         }
-    backend.cache.copy_from(oracle.history)
-    output = backend.run_steps(oracle.rows, oracle.position)
     agreed = output.logits.argmax(-1) == exact.logits.argmax(-1)
     correctness = Correctness(
         contract=backend.contract,
@@ -351,6 +412,7 @@ def _step_us(check: Check) -> float:
     backend, rows = check.backend, check.oracle.rows
     try:
         call_us = _call_us(lambda: backend.run_steps(rows, check.oracle.position), backend.device)
+        backend.synchronize()
     except Exception as error:
         raise TimingFailed(check) from error
     return call_us / rows.shape[0]
@@ -384,8 +446,3 @@ def _median_us(call: Callable[[], object], device: torch.device, warmup_s: float
         _call_us(call, device)
     samples = [_call_us(call, device) for _ in range(31)]
     return float(torch.tensor(samples).median())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

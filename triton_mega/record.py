@@ -123,7 +123,10 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Correctness:
-    """What a check found; each stage's error is over all layers, ``stages`` empty if not shown."""
+    """What a check found; each stage's error is over all layers.
+
+    ``stages`` has the new K/V rows (``k``, ``v``), and the stages where the backend shows them.
+    """
 
     contract: str
     hidden: Accuracy

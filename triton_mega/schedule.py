@@ -84,7 +84,12 @@ class Schedule:
         return self.spec.num_hidden_layers * len(LAYER_STAGES)
 
     def barrier_name(self, index: int) -> str:
-        """Names the ``index``-th barrier of a launch (counted from 1) by what it follows."""
+        """Names the ``index``-th barrier of a launch by what it follows; 0 stands before the first.
+
+        Nothing is waited for there unless the counter was set back by somebody else.
+        """
+        if index == 0:
+            return "the start of the launch"
         step, place = divmod(index - 1, self.barriers_per_step)
         layer, stage = divmod(place, len(LAYER_STAGES))
         return f"step {step}, layer {layer}, after {LAYER_STAGES[stage]}"

@@ -54,6 +54,7 @@ class TritonPersistent(TritonBackend):
         Raises:
             BarrierTimeout: one of them was abandoned; names program and barrier.
         """
+        super().synchronize()  # launches on other streams too
         program, index = self._sync[ERROR : ERROR_INDEX + 1].tolist()
         if program:
             self._sync.zero_()

@@ -21,11 +21,12 @@ LOWEST = tl.constexpr(-1e30)  # a score below every real one that keeps exp and 
 def round_to_bf16(x):
     """The nearest bf16 values (ties to even) of fp32 ``x``, still fp32.
 
-    In integers because the interpreter's own cast truncates.
+    In integers because the interpreter's own cast truncates. A NaN stays one: that of a GPU has all
+    bits set, and rounding would carry it over to zero.
     """
     bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return bits.to(tl.float32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(x == x, rounded, 0x7FC00000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -44,6 +44,7 @@ def decode(
     *,
     head: int = 0,
     trace: dict[str, torch.Tensor] | None = None,
+    kv_given: bool = False,
 ) -> DecoderOutput:
     """Decodes ``n`` rows at ``position`` onward, causally, and appends their K/V to the cache.
 
@@ -53,6 +54,9 @@ def decode(
         head: which lm head.
         trace: where given, is filled with every stage's output for the last row, with the keys and
             shapes of ``DecodeBackend.trace_step``, in fp32 (fp64 in an fp64 oracle).
+        kv_given: the cache holds the K/V of these rows too, and is not written. For the oracle of a
+            decoder that has written them: two equally good sums may round to two neighbours (C1),
+            and that difference is none of the stages that follow.
 
     Raises:
         ValueError: a shape, the position, the head or the cache's dtype is wrong; says which.
@@ -68,9 +72,8 @@ def decode(
     x = inputs_embeds.to(contract.activation_dtype)  # X1
     for i in range(spec.num_hidden_layers):
         qkv = traced("qkv_proj", qkv_proj(x, i, spec, weights, contract))
-        attended = traced(
-            "attention", attention(qkv, i, spec, weights, position, cache, cos, sin, contract)
-        )
+        attended = attention(qkv, i, spec, weights, position, cache, cos, sin, contract, kv_given)
+        traced("attention", attended)
         x = traced("o_proj", o_proj(attended, x, i, weights, contract))
         gated = traced("gate_up_proj", gate_up_proj(x, i, spec, weights, contract))
         x = traced("down_proj", down_proj(gated, x, i, weights, contract))
@@ -107,6 +110,7 @@ def attention(
     cos: torch.Tensor,  # [T, HD / 2] fp32
     sin: torch.Tensor,  # [T, HD / 2] fp32
     contract: Contract,
+    kv_given: bool = False,
 ) -> torch.Tensor:  # [n, HQ * HD]
     """Norms and rotates q and k, appends k and v to the cache, and attends to all rows so far."""
     n = qkv.shape[0]
@@ -118,7 +122,8 @@ def attention(
     rows = slice(position, position + n)
     q = rotate(q, cos[rows], sin[rows], contract)
     k = rotate(k, cos[rows], sin[rows], contract)
-    append(cache, layer, position, k, v)
+    if not kv_given:
+        append(cache, layer, position, k, v)
     k, v = (rows_so_far[layer, :, : position + n] for rows_so_far in (cache.k, cache.v))
     return attend(q, k, v, contract).transpose(0, 1).reshape(n, spec.q_size)
 
