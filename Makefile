@@ -4,7 +4,7 @@
 #   HOST_PYTHON=python3.12   the Python that .venv is made with
 
 VENV := .venv
-EXTRAS := experiments,test,dev
+EXTRAS := experiments,cuda,test,dev
 HF_PACKAGES := accelerate==1.12.0 librosa einops soundfile transformers==4.57.3
 HAS_GPU := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/dxg)
 PINS := $(if $(HAS_GPU),,-c constraints-ci.txt)

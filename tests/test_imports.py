@@ -33,7 +33,8 @@ AT_IMPORT_ONLY_IN: Mapping[str, tuple[str, ...]] = {
     "transformers": ("backends.hf",),
     "qwen_tts": ("backends.hf",),
     "pipecat": ("voice",),
-    "cuda": ("backends.cuda_persistent",),
+    "cuda": (),
+    "cuda_ref": (),
     "fastapi": ("serve",),
     "uvicorn": ("serve",),
     "rich": (),
@@ -108,6 +109,8 @@ def _broken_rule(module: str, name: str, at_top: bool) -> str | None:
     part = module.split(".")[0]
     if top in NEVER:
         return "never inside the package"
+    if top == "cuda_ref" and module != "backends.cuda_persistent":
+        return "the yardstick is behind its backend"
     if top == "triton" and part == "reference":
         return "the reference is plain torch"
     if at_top and top in AT_IMPORT_ONLY_IN:
@@ -151,6 +154,9 @@ def test_the_package_keeps_the_rules() -> None:
         ("backends.hf_other", "import transformers", "lazily only"),
         ("checkpoint", "try:\n    import pipecat\nexcept ImportError:\n    pass", "lazily only"),
         ("weights", "import importlib\nimportlib.import_module('cuda.core')", "lazily only"),
+        ("kernels.norm", "def f():\n    import cuda_ref", "behind its backend"),
+        ("bench", "def f():\n    from cuda_ref.build import build", "behind its backend"),
+        ("backends.cuda_persistent", "from cuda_ref import build", "lazily only"),
         ("utils", "", "in no layer"),
         ("spec", "from triton_mega.utils import x", "in no layer"),
     ],
@@ -169,6 +175,7 @@ def test_a_planted_violation_is_caught(module: str, source: str, rule: str) -> N
         ("prompt", "def f():\n    import transformers"),
         ("backends.triton_staged", "from triton_mega.backends.triton_common import Workspace"),
         ("backends.triton_staged", "from triton_mega.backends import DecodeBackend"),
+        ("backends.cuda_persistent", "def f():\n    from cuda_ref.build import build"),
         ("spec", "from triton_mega import __version__"),
         ("spec", "if TYPE_CHECKING:\n    from triton_mega.backends import DecodeBackend"),
     ],

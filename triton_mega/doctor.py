@@ -24,7 +24,7 @@ Status = Literal["ok", "warning", "missing"]
 
 PACKAGES = (
     *("torch", "triton", "numpy", "safetensors", "huggingface-hub", "transformers"),
-    *("qwen-tts", "hydra-core", "rich", "matplotlib", "pandas"),
+    *("qwen-tts", "cuda-core", "nvidia-cuda-nvrtc", "hydra-core", "rich", "matplotlib", "pandas"),
 )
 MIN_TRITON, END_TRITON = (3, 6), (3, 10)
 MIN_TORCH = (2, 11)

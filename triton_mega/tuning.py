@@ -83,7 +83,7 @@ def default_tuning(spec: DecoderSpec, device: DeviceInfo | None) -> TuningConfig
         num_programs=programs,
         num_warps=8,
         qkv_n=16,
-        qkv_k=min(hidden, 512),
+        qkv_k=min(hidden, 1024),
         o_n=16,
         gate_up_n=8,
         gate_up_k=min(hidden, 512),

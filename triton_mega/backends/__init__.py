@@ -24,6 +24,7 @@ BACKENDS: dict[str, str] = {
     "torch_compile": "triton_mega.backends.torch_graph:TorchCompileGraph",
     "hf": "triton_mega.backends.hf:HFOfficial",
     "triton_staged": "triton_mega.backends.triton_staged:TritonStaged",
+    "cuda_persistent": "triton_mega.backends.cuda_persistent:CudaPersistent",
     "triton_persistent": "triton_mega.backends.triton_persistent:TritonPersistent",
 }
 """Backend name to ``module:class``, weakest first."""
@@ -35,6 +36,18 @@ class BackendUnavailable(RuntimeError):
     def __init__(self, backend: str, reason: str, hint: str = "") -> None:
         super().__init__(f"{backend}: {reason}" + (f" ({hint})" if hint else ""))
         self.backend, self.reason, self.hint = backend, reason, hint
+
+
+SPIN_LIMIT = 2_000_000
+"""Polls before a program gives up at a grid barrier: more than a second on an H200."""
+
+
+class BarrierTimeout(RuntimeError):
+    """A program waited at a grid barrier for longer than the spin limit; the launch was abandoned.
+
+    The launch's outputs are not valid, and cache rows from its first position on may be half
+    written. The backend can be used again.
+    """
 
 
 @dataclass(frozen=True)

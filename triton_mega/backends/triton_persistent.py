@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triton_mega.backends import StepOutput
+from triton_mega.backends import SPIN_LIMIT, BarrierTimeout, StepOutput
 from triton_mega.backends.triton_common import TritonBackend, interpreted
 from triton_mega.device import DeviceInfo
 from triton_mega.kernels import arguments
@@ -13,17 +13,6 @@ from triton_mega.kernels.sync import ERROR, ERROR_INDEX, SYNC_WORDS
 from triton_mega.spec import DecoderSpec
 from triton_mega.tuning import TuningConfig
 from triton_mega.weights import DecoderWeights
-
-SPIN_LIMIT = 2_000_000
-"""Polls before a program gives up at a barrier: more than a second on an H200."""
-
-
-class BarrierTimeout(RuntimeError):
-    """A program waited at a grid barrier for longer than the spin limit; the launch was abandoned.
-
-    The launch's outputs are not valid, and cache rows from its first position on may be half
-    written. The backend can be used again.
-    """
 
 
 class TritonPersistent(TritonBackend):

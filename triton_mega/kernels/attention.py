@@ -5,7 +5,8 @@ of its group and the new key (redundantly: no barrier is needed for it), attends
 stores a partial result; whoever needs the attention vector combines the partials itself.
 
 Numerics: fp32 throughout; K and V are bf16 in the cache and the newest row is rounded before use.
-Softmax is online over tiles of ATTENTION_T rows in row order, then over splits in split order.
+Softmax is online over tiles for each of a tile's ATTENTION_T rows, then a tree over those rows,
+then over splits in split order.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def item_place(item, position, layer, max_positions, shape, tiles):
 
 @triton.jit
 def load_kv_tile(cache, kv_row, start, stop, shape, ATTENTION_T: tl.constexpr):
-    """Cached K and V rows ``start`` to ``stop`` - 1, [ATTENTION_T, HD] bf16, zero elsewhere."""
-    offs_t = tl.arange(0, ATTENTION_T)[:, None]
-    offs_d = tl.arange(0, shape.HEAD_DIM)[None, :]
+    """Cached K and V rows ``start`` to ``stop`` - 1, [1, ATTENTION_T, HD] bf16, zero elsewhere."""
+    offs_t = tl.arange(0, ATTENTION_T)[None, :, None]
+    offs_d = tl.arange(0, shape.HEAD_DIM)[None, None, :]
     tile = (kv_row + start) * shape.HEAD_DIM
     offs = offs_t * shape.HEAD_DIM + offs_d
     mask = offs_t < stop - start
@@ -70,25 +71,33 @@ def load_cached_tile(cache, place, position, shape, tiles):
 
 
 @triton.jit
-def load_rotary(weights, cache, layer, position, shape, ROWS: tl.constexpr):
-    """What head norm and rope need and no barrier produces.
+def load_rotary(weights, cache, layer, position, shape):
+    """What head norm and rope need and no barrier produces, each [1, 1, HD] fp32.
 
-    Returns the norm weights of query and key rows and of each one's rotation partner, [ROWS, HD],
-    and cos and signed sin, [1, HD].
+    Returns the norm weights of queries and of keys, each with those of the element that rotates
+    into it, and cos and signed sin.
     """
-    GROUP: tl.constexpr = shape.Q_HEADS // shape.KV_HEADS
-    HALF: tl.constexpr = shape.HEAD_DIM // 2
-    is_q = (tl.arange(0, ROWS) < GROUP)[:, None]
-    offs_d = tl.arange(0, shape.HEAD_DIM)[None, :]
-    partner = (offs_d + HALF) % shape.HEAD_DIM
-    q_norm = weights.q_norm + layer * shape.HEAD_DIM
-    k_norm = weights.k_norm + layer * shape.HEAD_DIM
-    norm = tl.where(is_q, tl.load(q_norm + offs_d), tl.load(k_norm + offs_d))
-    partner_norm = tl.where(is_q, tl.load(q_norm + partner), tl.load(k_norm + partner))
-    row = position * HALF + offs_d % HALF
-    sign = tl.where(offs_d < HALF, -1.0, 1.0)
-    sin = tl.load(cache.sin + row) * sign
-    return norm.to(tl.float32), partner_norm.to(tl.float32), tl.load(cache.cos + row), sin
+    HD: tl.constexpr = shape.HEAD_DIM
+    offs_d = tl.arange(0, HD)[None, None, :]
+    partner = (offs_d + HD // 2) % HD
+    q_ptr = weights.q_norm + layer * HD
+    k_ptr = weights.k_norm + layer * HD
+    q_norm = tl.load(q_ptr + offs_d).to(tl.float32), tl.load(q_ptr + partner).to(tl.float32)
+    k_norm = tl.load(k_ptr + offs_d).to(tl.float32), tl.load(k_ptr + partner).to(tl.float32)
+    row = position * (HD // 2) + offs_d % (HD // 2)
+    sin = tl.load(cache.sin + row) * tl.where(offs_d < HD // 2, -1.0, 1.0)
+    return q_norm, k_norm, tl.load(cache.cos + row), sin
+
+
+@triton.jit
+def load_rotated(head_ptr, mask, norm, cos, sin, eps, HD: tl.constexpr):
+    """Heads at ``head_ptr`` ([G, 1, 1] pointers to [HD] fp32), normed and rotated: [G, 1, HD]."""
+    offs_d = tl.arange(0, HD)[None, None, :]
+    x = tl.load(head_ptr + offs_d, mask=mask, other=0.0)
+    partner = tl.load(head_ptr + (offs_d + HD // 2) % HD, mask=mask, other=0.0)
+    weight, partner_weight = norm
+    rstd = tl.rsqrt(tl.sum(x * x, axis=2) / HD + eps)[:, :, None]
+    return x * rstd * weight * cos + partner * rstd * partner_weight * sin
 
 
 @triton.jit
@@ -105,65 +114,59 @@ def attend(
     eps,
     shape,
     tiles,
-    ROWS: tl.constexpr,
 ):
-    """Attends one item to its rows; appends the new K and V row where it is the item's own."""
+    """Attends one item to its rows; appends the new K and V row where it is the item's own.
+
+    Tensors are [G, ATTENTION_T, HD]: query heads of the group, rows, elements. Every row of a tile
+    has a softmax of its own over the tiles, so that only the end of an item sums over rows, which
+    are spread over warps.
+    """
     GROUP: tl.constexpr = shape.Q_HEADS // shape.KV_HEADS
+    G: tl.constexpr = triton.next_power_of_2(GROUP)
     HD: tl.constexpr = shape.HEAD_DIM
     ATTENTION_T: tl.constexpr = tiles.ATTENTION_T
-    norm, partner_norm, cos, sin = rotary
+    q_norm, k_norm, cos, sin = rotary
     head, split, start, stop, kv_row = place
-    offs_r = tl.arange(0, ROWS)[:, None]
-    offs_d = tl.arange(0, HD)
-    # Rows 0 to GROUP - 1 are this head's queries, row GROUP its key.
-    row = tl.where(offs_r < GROUP, head * GROUP + offs_r, shape.Q_HEADS + head)
-    used = offs_r <= GROUP
-    qk_ptrs = qkv_ptr + row * HD
-    qk = tl.load(qk_ptrs + offs_d[None, :], mask=used, other=0.0)
-    partner = tl.load(qk_ptrs + ((offs_d + HD // 2) % HD)[None, :], mask=used, other=0.0)
-    v_new = tl.load(qkv_ptr + (shape.Q_HEADS + shape.KV_HEADS + head) * HD + offs_d)
-    rstd = tl.rsqrt(tl.sum(qk * qk, axis=1) / HD + eps)[:, None]
-    qk = qk * rstd * norm * cos + partner * rstd * partner_norm * sin
-    k_new = round_to_bf16(tl.sum(tl.where(offs_r == GROUP, qk, 0.0), axis=0))
-    v_new = round_to_bf16(v_new)
+    offs_g = tl.arange(0, G)[:, None, None]
+    offs_d = tl.arange(0, HD)[None, None, :]
+    q_ptr = qkv_ptr + (head * GROUP + offs_g) * HD
+    k_ptr = qkv_ptr + (shape.Q_HEADS + head + tl.zeros([1, 1, 1], tl.int32)) * HD
+    q = load_rotated(q_ptr, offs_g < GROUP, q_norm, cos, sin, eps, HD) * HD**-0.5
+    k_new = round_to_bf16(load_rotated(k_ptr, offs_d >= 0, k_norm, cos, sin, eps, HD))
+    v_new = round_to_bf16(tl.load(k_ptr + (shape.KV_HEADS * HD + offs_d)))
     if stop == position + 1:
         new_row = (kv_row + position) * HD + offs_d
         tl.store(cache.k + new_row, k_new.to(tl.bfloat16))
         tl.store(cache.v + new_row, v_new.to(tl.bfloat16))
 
-    qk *= HD**-0.5
-    heads = ()
-    for g in tl.static_range(GROUP):
-        q = tl.sum(tl.where(offs_r == g, qk, 0.0), axis=0)
-        top = tl.full([], LOWEST, tl.float32)
-        heads = heads + ((q, top, 0.0, tl.zeros([HD], tl.float32)),)
+    top = tl.full([G, ATTENTION_T], LOWEST, tl.float32)
+    total = tl.zeros([G, ATTENTION_T], tl.float32)
+    acc = tl.zeros([G, ATTENTION_T, HD], tl.float32)
     for tile in range(start, stop, ATTENTION_T):
-        later = tile + ATTENTION_T
         cached = tl.minimum(stop, position)
-        next_k, next_v = load_kv_tile(cache, kv_row, later, cached, shape, ATTENTION_T)
-        offs_t = tile + tl.arange(0, ATTENTION_T)
-        is_new = (offs_t == position)[:, None]
-        k_tile = tl.where(is_new, k_new[None, :], k.to(tl.float32))
-        v_tile = tl.where(is_new, v_new[None, :], v.to(tl.float32))
-        updated = ()
-        for g in tl.static_range(GROUP):
-            q, top, total, acc = heads[g]
-            scores = tl.sum(k_tile * q[None, :], axis=1)
-            scores = tl.where(offs_t < stop, scores, LOWEST)
-            new_top = tl.maximum(top, tl.max(scores, axis=0))
-            scale = tl.exp(top - new_top)
-            p = tl.exp(scores - new_top)
-            total = total * scale + tl.sum(p, axis=0)
-            acc = acc * scale + tl.sum(p[:, None] * v_tile, axis=0)
-            updated = updated + ((q, new_top, total, acc),)
-        heads = updated
+        next_k, next_v = load_kv_tile(cache, kv_row, tile + ATTENTION_T, cached, shape, ATTENTION_T)
+        offs_t = tile + tl.arange(0, ATTENTION_T)[None, :]
+        is_new = (offs_t == position)[:, :, None]
+        k_tile = tl.where(is_new, k_new, k.to(tl.float32))
+        v_tile = tl.where(is_new, v_new, v.to(tl.float32))
+        scores = tl.where(offs_t < stop, tl.sum(k_tile * q, axis=2), LOWEST)
+        new_top = tl.maximum(top, scores)
+        scale = tl.exp(top - new_top)
+        p = tl.exp(scores - new_top)
+        total = total * scale + p
+        acc = acc * scale[:, :, None] + p[:, :, None] * v_tile
+        top = new_top
         k = next_k
         v = next_v
-    for g in tl.static_range(GROUP):
-        q, top, total, acc = heads[g]
-        out = split * shape.Q_HEADS + head * GROUP + g
-        tl.store(partial_ptr + out * HD + offs_d, acc / total)
-        tl.store(lse_ptr + out, top + tl.log(total))
+    best = tl.max(top, axis=1)
+    weight = tl.exp(top - best[:, None])
+    total = tl.sum(total * weight, axis=1)
+    out = tl.sum(acc * weight[:, :, None], axis=1) / total[:, None]
+    offs_g = tl.arange(0, G)
+    place = split * shape.Q_HEADS + head * GROUP + offs_g
+    out_ptrs = partial_ptr + (place[:, None] * HD + tl.arange(0, HD)[None, :])
+    tl.store(out_ptrs, out, mask=(offs_g < GROUP)[:, None])
+    tl.store(lse_ptr + place, best + tl.log(total), mask=offs_g < GROUP)
 
 
 @triton.jit

@@ -142,7 +142,7 @@ def load_block(
 ):
     """Elements of ``block``, [G, BLOCK_N / G] as a product's sums come out; zero past N."""
     offs_n = block_offsets(BLOCK_N, BLOCK_K, NUM_WARPS)
-    ptrs = ptr + block * BLOCK_N + offs_n
+    ptrs = ptr + (block * BLOCK_N + offs_n)
     if N % (BLOCK_N * PROGRAMS) == 0:
         return tl.load(ptrs)
     else:
@@ -162,7 +162,7 @@ def store_block(
 ):
     """Stores the elements of ``block``."""
     offs_n = block_offsets(BLOCK_N, BLOCK_K, NUM_WARPS)
-    ptrs = ptr + block * BLOCK_N + offs_n
+    ptrs = ptr + (block * BLOCK_N + offs_n)
     if N % (BLOCK_N * PROGRAMS) == 0:
         tl.store(ptrs, y)
     else:

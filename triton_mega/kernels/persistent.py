@@ -100,6 +100,7 @@ def decode_persistent_kernel(
             index = arrive(sync_ptr, pid, index, JITTER)
             layer += 1
 
+        pid = program_id(index)
         ahead = lm_head_ahead(weights, pid, shape, tiles)
         alive = wait(sync_ptr, base, pid, index, alive, spin_limit, PROGRAMS, JITTER)
         lm_head(weights, steps, buffers, ahead, pid, step, trace, eps, shape, tiles)

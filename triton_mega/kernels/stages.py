@@ -94,10 +94,9 @@ def qkv_proj(weights, steps, buffers, ahead, pid, step, layer, trace, eps, shape
 @triton.jit
 def attention_ahead(weights, cache, pid, position, layer, max_positions, shape, tiles):
     """Cached rows of the first item's first tile, head norm weights and the rotary row."""
-    ROWS: tl.constexpr = triton.next_power_of_2(shape.Q_HEADS // shape.KV_HEADS + 1)
     place = item_place(pid, position, layer, max_positions, shape, tiles)
     k, v = load_cached_tile(cache, place, position, shape, tiles)
-    return k, v, load_rotary(weights, cache, layer, position, shape, ROWS)
+    return k, v, load_rotary(weights, cache, layer, position, shape)
 
 
 @triton.jit
@@ -106,7 +105,6 @@ def attention(
 ):
     """Head norm, rope, cache append and attention of this program's items: partial results."""
     N: tl.constexpr = (shape.Q_HEADS + 2 * shape.KV_HEADS) * shape.HEAD_DIM
-    ROWS: tl.constexpr = triton.next_power_of_2(shape.Q_HEADS // shape.KV_HEADS + 1)
     ITEMS: tl.constexpr = shape.KV_HEADS * tiles.SPLITS
     qkv_ptr = buffers.qkv + layer * trace * N
     k, v, rotary = ahead
@@ -129,7 +127,6 @@ def attention(
                 eps,
                 shape,
                 tiles,
-                ROWS,
             )
 
 
