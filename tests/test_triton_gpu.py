@@ -18,8 +18,8 @@ import torch
 from tests.backend_contract import KV_FLIP_BOUND, BackendContract, random_rows
 from tests.fixtures import HERE
 from triton_mega import bench
-from triton_mega.backends import DecodeBackend
-from triton_mega.backends.triton_persistent import BarrierTimeout, TritonPersistent
+from triton_mega.backends import BarrierTimeout, DecodeBackend
+from triton_mega.backends.triton_persistent import TritonPersistent
 from triton_mega.backends.triton_staged import TritonStaged
 from triton_mega.device import DeviceInfo
 from triton_mega.kernels.persistent import decode_persistent_kernel
