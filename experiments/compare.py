@@ -34,7 +34,7 @@ from experiments import report
 from experiments.config import CONF, NO_GPU_EXPERIMENT, Compare, Model, build, overrides
 from triton_mega import bench, record
 from triton_mega.backends import BackendUnavailable, load_backend
-from triton_mega.record import Git, Performance, Record, Status
+from triton_mega.record import Correctness, Git, Performance, Record, Status
 from triton_mega.weights import DecoderWeights, random_weights
 
 TABLE_WIDTH = 140
@@ -128,7 +128,7 @@ def measure(
         except Exception as error:  # noqa: BLE001 - as above
             outcomes[name] = failure(name, error)
         else:
-            outcomes[name] = verdict(checks[name])
+            outcomes[name] = verdict(checks[name].correctness)
         advance(f"{name}: checked at position {position}")
     timed, aa_us = time_passed(checks, outcomes, asked.timing)
     wall_s = time.perf_counter() - began
@@ -200,9 +200,8 @@ def run(
     return records
 
 
-def verdict(check: bench.Check) -> Outcome:
+def verdict(found: Correctness) -> Outcome:
     """Returns the outcome of a check, with the reason where it did not pass."""
-    found = check.correctness
     if found.passed:
         return {"status": "passed", "correctness": found}
     hidden = f"hidden states: relative error {found.hidden.error:.3e}"

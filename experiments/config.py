@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from triton_mega.backends import BACKENDS
 from triton_mega.bench import Timing
 from triton_mega.record import ROOT
-from triton_mega.spec import DecoderSpec
+from triton_mega.spec import DecoderSpec, Role
 from triton_mega.tuning import TuningConfig
 
 CONF = ROOT / "conf"
@@ -83,25 +83,27 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Compare:
-    """Everything that ``experiments.compare`` is asked to do."""
+class Trace:
+    """Which committed dump of the official package to follow, and how many of its last rows."""
 
-    model: Model
-    backend: Backend
-    tuning: Tuning
-    workload: Workload
-    timing: Timing
+    fixture: str
+    roles: tuple[Role, ...]
+    last_rows: int | None
+
+    def __post_init__(self) -> None:
+        if not self.roles:
+            raise ValueError(f"roles: expected some of {', '.join(get_args(Role))}, got none")
+        if self.last_rows is not None and self.last_rows < 1:
+            raise ValueError(f"last_rows: expected 1 or more, got {self.last_rows}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every experiment is asked: on which GPU, of which commit, and where records go."""
+
     device_index: int
     results_dir: str | None
     commit: str | None
-
-    def __post_init__(self) -> None:
-        longest = self.model.spec.max_position_embeddings
-        if self.workload.max_positions > longest:
-            raise ValueError(
-                f"workload.positions: {self.workload.max_positions} rows with steps_per_launch, "
-                f"{self.model.name} has {longest} positions"
-            )
 
     @property
     def results(self) -> Path:
@@ -111,13 +113,44 @@ class Compare:
         )
 
 
-def overrides(given: Sequence[str], has_gpu: bool) -> list[str]:
-    """Returns command-line overrides; without a GPU, an experiment that a CPU can do comes first.
+@dataclass(frozen=True)
+class Parity(Run):
+    """Everything that ``experiments.parity`` is asked to do."""
 
-    One that is named on the command line is left alone.
+    trace: Trace
+    backend: Backend
+    tuning: Tuning
+
+
+@dataclass(frozen=True)
+class Compare(Run):
+    """Everything that ``experiments.compare`` is asked to do."""
+
+    model: Model
+    backend: Backend
+    tuning: Tuning
+    workload: Workload
+    timing: Timing
+
+    def __post_init__(self) -> None:
+        longest = self.model.spec.max_position_embeddings
+        if self.workload.max_positions > longest:
+            raise ValueError(
+                f"workload.positions: {self.workload.max_positions} rows with steps_per_launch, "
+                f"{self.model.name} has {longest} positions"
+            )
+
+
+def overrides(
+    given: Sequence[str], has_gpu: bool, no_gpu: Sequence[str] = (NO_GPU_EXPERIMENT,)
+) -> list[str]:
+    """Returns command-line overrides; without a GPU, choices that a CPU can do come first.
+
+    A group that is named on the command line is left alone.
     """
-    named = any(each.lstrip("+").startswith("experiment=") for each in given)
-    return list(given) if has_gpu or named else [NO_GPU_EXPERIMENT, *given]
+    named = {each.lstrip("+").partition("=")[0] for each in given}
+    chosen = [each for each in no_gpu if each.partition("=")[0] not in named]
+    return list(given) if has_gpu else [*chosen, *given]
 
 
 def build(cls: type[T], values: Any, where: str = "") -> T:

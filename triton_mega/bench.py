@@ -41,6 +41,8 @@ BULK_STAGES = (2, 3, 4, 6)
 BARRIER_ROUNDS = 1000
 BARRIER_SPIN_LIMIT = 1 << 24
 
+KERNEL_SAMPLES = 31
+
 Clock = Literal["cuda_events", "perf_counter"]
 Trace = dict[str, torch.Tensor]
 
@@ -138,6 +140,7 @@ def reference_reply(
     cache: KVCache,
     contract: str,
     *,
+    head: int = 0,
     kv_given: bool = False,
 ) -> Reply:
     """Runs the reference row by row, each axis of a position equal; see ``reference.decode``."""
@@ -154,6 +157,7 @@ def reference_reply(
             cos,
             sin,
             CONTRACTS[contract],
+            head=head,
             trace=None if i else first,
             kv_given=kv_given,
         )
@@ -354,7 +358,7 @@ def read_ceilings(device: torch.device) -> dict[str, float]:
         want = words.sum(dtype=torch.int64).to(torch.int32)
         if int(sums.sum(dtype=torch.int64).to(torch.int32)) != int(want):
             raise RuntimeError("a read kernel did not see every word; its speed means nothing")
-        return CEILING_BYTES / _median_us(lambda: read(sums), device) / 1e3
+        return CEILING_BYTES / _median_kernel_us(lambda: read(sums)) / 1e3
 
     found = {"loads": gbps(2 * sm_count, lambda sums: ceilings.read_loads(words, sums))}
     if torch.cuda.get_device_capability(device) >= ceilings.BULK_CAPABILITY:
@@ -393,7 +397,7 @@ def barrier_us(device: torch.device) -> float | None:
             launch_cooperative_grid=True,
         )
 
-    cost = _median_us(run, device) / BARRIER_ROUNDS
+    cost = _median_kernel_us(run) / BARRIER_ROUNDS
     if error := int(words[sync.ERROR.value]):
         raise RuntimeError(f"grid barrier: program {error - 1} gave up waiting")
     return cost
@@ -419,13 +423,18 @@ def _step_us(check: Check) -> float:
 
 
 def _call_us(call: Callable[[], object], device: torch.device) -> float:
+    """Time from the call, on an idle GPU, to the end of its work: launch latency counts."""
     if device.type != "cuda":
         began = time.perf_counter()
         call()
         return (time.perf_counter() - began) * 1e6
+    torch.cuda.synchronize(device)
+    return _between_events_us(call)
+
+
+def _between_events_us(call: Callable[[], object]) -> float:
     first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize(device)
     first.record()
     call()
     last.record()
@@ -440,9 +449,16 @@ def _latency(samples: list[float], check: Check) -> Latency:
     return Latency(clock, len(samples), *percentiles.tolist())
 
 
-def _median_us(call: Callable[[], object], device: torch.device, warmup_s: float = 0.2) -> float:
+def _median_kernel_us(launch: Callable[[], object], warmup_s: float = 0.2) -> float:
+    """Median time of a kernel on a GPU that is still busy with the same one when it is launched.
+
+    So its launch latency is not counted: a ceiling that it is part of would be too low.
+    """
     began = time.perf_counter()
-    while time.perf_counter() - began < warmup_s:
-        _call_us(call, device)
-    samples = [_call_us(call, device) for _ in range(31)]
+    samples: list[float] = []
+    while len(samples) < KERNEL_SAMPLES:
+        launch()
+        kernel_us = _between_events_us(launch)
+        if time.perf_counter() - began >= warmup_s:
+            samples.append(kernel_us)
     return float(torch.tensor(samples).median())

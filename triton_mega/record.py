@@ -195,7 +195,7 @@ class Record:
     spec: str
     position: int
     dtype: str
-    weights: Literal["checkpoint", "random"]
+    weights: Literal["checkpoint", "random", "hash"]
     seed: int
     status: Status
     tuning: Mapping[str, Any] | None = None
