@@ -36,12 +36,20 @@ def read_loads_kernel(
     num_words,
     BLOCK: tl.constexpr,
 ):
-    """Sums the blocks ``pid``, ``pid + P``, ... of ``words`` (modulo 2^32) into ``sums[pid]``."""
+    """Sums the blocks ``pid``, ``pid + P``, ... of ``words`` (modulo 2^32) into ``sums[pid]``.
+
+    A block is loaded while the one before it is added.
+    """
     pid = tl.program_id(0)
+    stride = tl.num_programs(0) * BLOCK
     offs = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.int32)
-    for start in range(pid * BLOCK, num_words, tl.num_programs(0) * BLOCK):
-        acc += tl.load(words_ptr + start + offs, mask=start + offs < num_words, other=0)
+    block = tl.load(words_ptr + pid * BLOCK + offs, mask=offs < num_words - pid * BLOCK, other=0)
+    for start in range(pid * BLOCK, num_words, stride):
+        later = start + stride
+        ahead = tl.load(words_ptr + later + offs, mask=offs < num_words - later, other=0)
+        acc += block
+        block = ahead
     tl.store(sums_ptr + pid, tl.sum(acc, axis=0))
 
 

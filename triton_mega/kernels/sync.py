@@ -78,8 +78,10 @@ def finish(sync_ptr, base, pid, index, alive, PROGRAMS: tl.constexpr):
 @triton.jit
 def _idle(sync_ptr, pid, index):
     """Spends a time that differs between programs and barriers: brings races to light."""
+    turns = 0
     for _ in range((pid * 7 + index * 13) % 11):
-        tl.atomic_add(sync_ptr + JITTER_SINK, 1, sem="relaxed", scope="gpu")
+        # Each turn waits for the one before: what is added depends on what that one returned.
+        turns = tl.atomic_add(sync_ptr + JITTER_SINK, 1 + (turns >> 31), sem="relaxed", scope="gpu")
 
 
 @triton.jit(do_not_specialize=["rounds", "spin_limit"])
