@@ -10,7 +10,7 @@ import torch
 from tests.backend_contract import random_rows
 from tests.decoding import Trace
 from triton_mega.backends.triton_staged import TritonStaged
-from triton_mega.bench import KV_BOUND
+from triton_mega.gate import KV_BOUND
 from triton_mega.reference import CONTRACTS, decode
 from triton_mega.rope import rope_tables
 from triton_mega.spec import TINY, DecoderSpec
