@@ -32,7 +32,7 @@ from rich.progress import Progress
 
 from experiments import report
 from experiments.config import CONF, NO_GPU_EXPERIMENT, Compare, Model, build, overrides
-from triton_mega import bench, record
+from triton_mega import bench, gate, record
 from triton_mega.backends import BackendUnavailable, load_backend
 from triton_mega.record import Correctness, Git, Performance, Record, Status
 from triton_mega.weights import DecoderWeights, random_weights
@@ -112,7 +112,7 @@ def measure(
     """Checks every started backend at one position, then times those that are right."""
     began = time.perf_counter()
     spec, steps = asked.model.spec, asked.workload.steps_per_launch
-    oracle = bench.Oracle.build(
+    oracle = gate.Oracle.build(
         spec,
         weights,
         position=position,
@@ -121,10 +121,10 @@ def measure(
         seed=asked.model.seed + position,
     )
     outcomes: dict[str, Outcome] = {}
-    checks: dict[str, bench.Check] = {}
+    checks: dict[str, gate.Check] = {}
     for name, start in started.items():
         try:
-            checks[name] = bench.check_backend(start.backend, oracle)
+            checks[name] = gate.check_backend(start.backend, oracle)
         except Exception as error:  # noqa: BLE001 - as above
             outcomes[name] = failure(name, error)
         else:
@@ -211,7 +211,7 @@ def verdict(found: Correctness) -> Outcome:
 
 
 def time_passed(
-    checks: dict[str, bench.Check], outcomes: dict[str, Outcome], timing: bench.Timing
+    checks: dict[str, gate.Check], outcomes: dict[str, Outcome], timing: bench.Timing
 ) -> tuple[dict[str, bench.Latency], float]:
     """Times the checks that passed; a candidate that fails is noted, and the rest timed again."""
     left = {name: check for name, check in checks.items() if check.correctness.passed}

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from experiments.config import CONF, Model, build
 from triton_mega.backends import load_backend
-from triton_mega.bench import Oracle, check_backend
+from triton_mega.gate import Oracle, check_backend
 from triton_mega.weights import random_weights
 
 SPIN_LIMIT = 2**31 - 1

@@ -44,7 +44,7 @@ from experiments.report import machine
 from tests import fixtures
 from triton_mega import record
 from triton_mega.backends import DecodeBackend, load_backend
-from triton_mega.bench import BF16_FACTORS, FP32_BOUND, reference_reply
+from triton_mega.gate import BF16_FACTORS, FP32_BOUND, reference_reply
 from triton_mega.record import Accuracy, Correctness, Git, Record
 from triton_mega.reference import CONTRACTS
 from triton_mega.schedule import LAYER_STAGES

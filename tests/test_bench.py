@@ -9,7 +9,8 @@ import torch
 
 from triton_mega import bench
 from triton_mega.backends import DecodeBackend, StepOutput
-from triton_mega.bench import Oracle, Timing, check_backend, time_backends
+from triton_mega.bench import Timing, time_backends
+from triton_mega.gate import FP32_BOUND, KV_BOUND, Oracle, check_backend
 from triton_mega.reference import CONTRACTS, decode
 from triton_mega.schedule import Schedule
 from triton_mega.spec import TINY
@@ -208,7 +209,7 @@ def test_the_right_passes(backend_class: type[DecodeBackend], oracle: Oracle) ->
     if backend_class is not Official:
         assert found.hidden.error < 1e-6
         assert found.argmax_agreement == 1.0
-        assert found.hidden.bound == bench.FP32_BOUND
+        assert found.hidden.bound == FP32_BOUND
     else:
         assert found.hidden.bound == pytest.approx(2 * found.hidden.error)
 
@@ -251,10 +252,10 @@ def test_a_new_row_that_rounds_the_other_way_is_no_error() -> None:
     found = check.correctness
     assert found.passed, found.first_divergence
     assert found.hidden.error < 1e-6
-    assert 0 < found.stages["v"].error < bench.KV_BOUND
+    assert 0 < found.stages["v"].error < KV_BOUND
     # It would be one against rows of the reference's own: that is why they are given to it.
     got = check.backend.run_steps(oracle.rows, 0)
-    assert relative_error(got.hidden, oracle.exact.hidden) > bench.FP32_BOUND
+    assert relative_error(got.hidden, oracle.exact.hidden) > FP32_BOUND
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def test_a_wrong_new_row_is_named(
 ) -> None:
     found = check_backend(make(backend_class), oracle).correctness
     assert not found.passed
-    assert found.stages[name].error > 10 * bench.KV_BOUND
+    assert found.stages[name].error > 10 * KV_BOUND
     if backend_class is not StoresAnotherRow:  # right behind the row, so nothing else tells
         assert str(found.first_divergence).startswith(f"layer 0, stage {name}: ")
 

@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"weights", "state", "rope", "tuning", "schedule", "checkpoint", "testing"}),
     frozenset({"kernels", "reference"}),
     frozenset({"backends"}),
-    frozenset({"prompt", "generate", "codec", "bench", "record"}),
+    frozenset({"prompt", "generate", "codec", "bench", "gate", "record"}),
     frozenset({"tts"}),
     frozenset({"voice", "serve"}),
     frozenset({"doctor", "cli"}),

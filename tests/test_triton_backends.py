@@ -1,4 +1,4 @@
-"""The Triton backends in the interpreter: the contract, the barrier's words, and refusals."""
+"""The Triton backends in the interpreter: the contract of all backends, and the barrier's words."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ import pytest
 import torch
 
 from tests.backend_contract import BackendContract, assert_same, random_rows
-from triton_mega.backends import BackendUnavailable, BarrierTimeout, StepOutput
-from triton_mega.backends.triton_common import TritonBackend
+from triton_mega.backends import BackendUnavailable, BarrierTimeout, triton_common
 from triton_mega.backends.triton_persistent import TritonPersistent
 from triton_mega.backends.triton_staged import TritonStaged
-from triton_mega.kernels import sync
-from triton_mega.spec import TINY, Role
+from triton_mega.kernels.sync import BASE, COUNTER, ERROR, JITTER_SINK
+from triton_mega.spec import TINY
 from triton_mega.tuning import default_tuning
 from triton_mega.weights import random_weights
 
 pytestmark = pytest.mark.interpret
 
-SPEC = TINY.predictor
-BARRIERS = 5 * SPEC.num_hidden_layers
-ROWS = random_rows(SPEC, 2)
-HISTORY = 3
-COUNTER, BASE, JITTER_SINK = sync.COUNTER.value, sync.BASE.value, sync.JITTER_SINK.value
-ERROR, ERROR_INDEX = sync.ERROR.value, sync.ERROR_INDEX.value
-
-both = pytest.mark.parametrize("backend", [TritonStaged, TritonPersistent])
+SPEC = replace(TINY.predictor, num_hidden_layers=1)
+BARRIERS = 5  # one behind each stage of the layer
+MOST = 2**31 - 1
 
 
 class TestTritonStaged(BackendContract):
@@ -38,162 +32,109 @@ class TestTritonPersistent(BackendContract):
     backend = "triton_persistent"
 
 
-def make(
-    backend: type[TritonBackend], role: Role = "code_predictor", **options: Any
-) -> TritonBackend:
-    """An engine on TINY with HISTORY cached rows."""
-    spec = TINY.decoders[role]
-    engine = backend(spec, random_weights(spec, seed=3), max_positions=8, **options)
-    engine.cache.fill_random(HISTORY, seed=4)
-    return engine
+def engine(kind: type[Any] = TritonPersistent, **options: Any) -> Any:
+    """An engine of one layer with three cached rows."""
+    made = kind(SPEC, random_weights(SPEC, seed=3), max_positions=8, **options)
+    made.cache.fill_random(3, seed=4)
+    return made
 
 
-def persistent(**options: Any) -> TritonPersistent:
-    engine = make(TritonPersistent, **options)
-    assert isinstance(engine, TritonPersistent)
-    return engine
+def words(persistent: TritonPersistent) -> tuple[int, int, int]:
+    """Counter, base and error word."""
+    return tuple(int(persistent._sync[word.value]) for word in (COUNTER, BASE, ERROR))  # type: ignore[return-value]
 
 
-@pytest.fixture(scope="module")
-def want() -> StepOutput:
-    """What the two steps of ROWS give."""
-    return persistent().run_steps(ROWS, HISTORY)
+def test_one_launch_has_the_bits_of_one_launch_a_stage() -> None:
+    persistent, staged = engine(), engine(TritonStaged)
+    rows = random_rows(SPEC, 2)
+    trace, want = persistent.trace_step(rows[:1], 3, 4), staged.trace_step(rows[:1], 3, 4)
+    assert {stage for stage in want if not torch.equal(trace[stage], want[stage])} == set()
+    assert all(torch.isfinite(tensor).all() for tensor in trace.values())
+    assert_same(persistent.run_steps(rows, 3, 2), staged.run_steps(rows, 3, 2))
+    assert torch.equal(persistent.cache.k[:, :, :5], staged.cache.k[:, :, :5])
 
 
-def test_steps_of_both_backends_have_the_same_bits(want: StepOutput) -> None:
-    staged = make(TritonStaged)
-    assert staged.tuning.num_programs == 1
-    assert_same(staged.run_steps(ROWS, HISTORY), want)
-
-
-@pytest.mark.parametrize("role", ["talker", "code_predictor"])
-def test_traces_of_both_backends_have_the_same_bits(role: Role) -> None:
-    staged, other = make(TritonStaged, role), make(TritonPersistent, role)
-    row = random_rows(staged.spec, 1)
-    want, got = (engine.trace_step(row, HISTORY) for engine in (staged, other))
-    assert list(got) == list(want)
-    assert [stage for stage in want if not torch.equal(got[stage], want[stage])] == []
-    for name in ("k", "v"):
-        ours, theirs = (getattr(engine.cache, name) for engine in (other, staged))
-        assert torch.equal(ours[:, :, : HISTORY + 1], theirs[:, :, : HISTORY + 1])
-
-
-@both
-def test_trace_is_of_one_row_and_of_the_head_asked_for(backend: type[TritonBackend]) -> None:
-    engine = make(backend)
-    with pytest.raises(ValueError, match="inputs_embeds: expected one row, got 2"):
-        engine.trace_step(ROWS, HISTORY)
-    trace = engine.trace_step(ROWS[:1], HISTORY, head=4)
-    got = engine.run_steps(ROWS[:1], HISTORY, head=4)
-    assert_same(StepOutput(trace["final_norm"][None], trace["lm_head"][None]), got)
-
-
-def test_larger_grid_is_refused_where_programs_run_one_after_another() -> None:
+def test_grid_beyond_what_is_resident_is_refused() -> None:
     tuning = replace(default_tuning(SPEC, None), num_programs=4)
-    message = "num_programs: at most 1 can be resident at once on the Triton interpreter, got 4"
-    with pytest.raises(ValueError, match=message):
-        persistent(tuning=tuning)
-    assert make(TritonStaged, tuning=tuning).tuning.num_programs == 4
+    message = "at most 1 can be resident at once on the Triton interpreter, got 4"
+    with pytest.raises(ValueError, match=rf"tuning\.num_programs: {message}"):
+        engine(tuning=tuning)
+    assert engine(TritonStaged, tuning=tuning).run_steps(random_rows(SPEC, 1), 3)
 
 
-@both
-def test_tuning_that_cannot_be_built_is_refused(backend: type[TritonBackend]) -> None:
-    tuning = replace(default_tuning(SPEC, None), down_n=1)
-    with pytest.raises(ValueError, match=r"tuning\.down_n: expected at least 4 rows"):
-        make(backend, tuning=tuning)
+def test_tuning_that_cannot_be_built_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tuning\.qkv_n: expected at least 4 rows"):
+        engine(tuning=replace(default_tuning(SPEC, None), qkv_n=1))
+
+
+def test_every_launch_moves_the_base_past_its_barriers() -> None:
+    persistent, rows = engine(), random_rows(SPEC, 3)
+    assert words(persistent) == (0, 0, 0)
+    persistent.run_steps(rows[:1], 3)
+    assert words(persistent) == (BARRIERS, BARRIERS, 0)
+    persistent.run_steps(rows, 3)
+    assert words(persistent) == (4 * BARRIERS, 4 * BARRIERS, 0)
+
+
+def test_counter_may_wrap() -> None:
+    rows = random_rows(SPEC, 2)
+    want = engine().run_steps(rows, 3)
+    persistent = engine()
+    persistent._sync[COUNTER.value] = persistent._sync[BASE.value] = MOST - 2
+    assert_same(persistent.run_steps(rows, 3), want)
+    persistent.synchronize()
+    wrapped = MOST - 2 + 2 * BARRIERS - 2**32
+    assert words(persistent) == (wrapped, wrapped, 0)
+    assert_same(persistent.run_steps(rows, 3), want)
+
+
+def test_lost_arrival_ends_the_launch() -> None:
+    rows = random_rows(SPEC, 1)
+    persistent = engine(spin_limit=50)
+    want = persistent.run_steps(rows, 3)
+    persistent._sync[COUNTER.value] -= 1
+    persistent.run_steps(rows, 3)
+    message = "program 0 of 1 gave up after 50 polls at the start of the launch"
+    with pytest.raises(BarrierTimeout, match=message):
+        persistent.synchronize()
+    persistent.synchronize()  # said once
+    assert words(persistent) == (0, 0, 0)
+    assert_same(persistent.run_steps(rows, 3), want)
+
+
+def test_timeout_names_the_barrier() -> None:
+    persistent = engine()
+    persistent._sync[ERROR.value : ERROR.value + 2] = torch.tensor([1, 7], dtype=torch.int32)
+    with pytest.raises(BarrierTimeout, match="at step 1, layer 0, after attention"):
+        persistent.synchronize()
+
+
+def test_jitter_idles_and_changes_no_bit() -> None:
+    rows = random_rows(SPEC, 2)
+    plain, jitter = engine(), engine(jitter=True)
+    assert_same(jitter.run_steps(rows, 3), plain.run_steps(rows, 3))
+    idle = [int(each._sync[JITTER_SINK.value]) for each in (plain, jitter)]
+    assert idle[0] == 0 < idle[1]
+
+
+@pytest.mark.parametrize("kind", [TritonStaged, TritonPersistent])
+def test_a_cpu_needs_the_interpreter(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_common, "interpreted", lambda: False)
+    with pytest.raises(BackendUnavailable, match="device cpu is not a CUDA GPU") as caught:
+        engine(kind)
+    assert "TRITON_INTERPRET=1" in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("change", "message"),
     [
-        ("hidden_size", 47, "hidden_size: expected an even number, got 47"),
-        ("intermediate_size", 81, "intermediate_size: expected an even number, got 81"),
-        ("head_dim", 24, "head_dim: expected a power of two, got 24"),
+        ({"head_dim": 12}, "head_dim: expected a power of two, got 12"),
+        ({"hidden_size": 97}, "hidden_size: expected an even number, got 97"),
+        ({"intermediate_size": 15}, "intermediate_size: expected an even number, got 15"),
     ],
 )
-def test_shape_that_the_kernels_cannot_compute_is_refused(
-    field: str, value: int, message: str
+def test_shapes_that_the_kernels_cannot_compute_are_named(
+    change: dict[str, int], message: str
 ) -> None:
-    spec = replace(SPEC, **{field: value})
     with pytest.raises(ValueError, match=message):
-        TritonStaged(spec, random_weights(spec, seed=3), max_positions=8)
-
-
-@both
-def test_cpu_without_the_interpreter_is_refused(
-    backend: type[TritonBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend.check_available(torch.device("cpu"))
-    monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(BackendUnavailable, match="device cpu is not a CUDA GPU") as caught:
-        make(backend)
-    assert (caught.value.backend, caught.value.hint) == (
-        backend.name,
-        "TRITON_INTERPRET=1 runs it on a CPU",
-    )
-
-
-@both
-def test_gpu_in_the_interpreter_is_refused(backend: type[TritonBackend]) -> None:
-    with pytest.raises(BackendUnavailable, match=r"TRITON_INTERPRET=1 is set \(unset it\)"):
-        backend.check_available(torch.device("cuda"))
-
-
-def test_counter_and_base_move_on_by_a_launchs_barriers() -> None:
-    engine = persistent()
-    engine.run_steps(ROWS, HISTORY)
-    assert words(engine) == {COUNTER: 2 * BARRIERS, BASE: 2 * BARRIERS}
-    engine.trace_step(ROWS[:1], HISTORY)
-    assert words(engine) == {COUNTER: 3 * BARRIERS, BASE: 3 * BARRIERS}
-    assert engine.schedule.barriers_per_step == BARRIERS
-
-
-def words(engine: TritonPersistent) -> dict[int, int]:
-    """The barrier's words that are not zero, by index."""
-    return {i: word for i, word in enumerate(engine._sync.tolist()) if word}
-
-
-def test_counter_may_wrap(want: StepOutput) -> None:
-    engine, start = persistent(spin_limit=3), 2**31 - 1 - BARRIERS // 2
-    engine._sync[COUNTER] = engine._sync[BASE] = start
-    assert_same(engine.run_steps(ROWS, HISTORY), want)
-    engine.synchronize()
-    wrapped = start + 2 * BARRIERS - 2**32
-    assert words(engine) == {COUNTER: wrapped, BASE: wrapped}
-
-
-def test_timeout_is_raised_and_the_engine_can_go_on(want: StepOutput) -> None:
-    engine = persistent(spin_limit=5)
-    engine._sync[COUNTER] = -1
-    engine.run_steps(ROWS, HISTORY)
-    assert engine._sync[BASE] == 0  # an abandoned launch does not move it
-    message = "program 0 of 1 gave up after 5 polls at the start of the launch"
-    with pytest.raises(BarrierTimeout, match=message):
-        engine.synchronize()
-    engine.synchronize()  # said once
-    assert words(engine) == {}
-    assert_same(engine.run_steps(ROWS, HISTORY), want)
-    engine.synchronize()
-
-
-def test_timeout_names_program_and_barrier_of_the_error_words() -> None:
-    engine = persistent()
-    engine._sync[ERROR] = 1 + 6
-    engine._sync[ERROR_INDEX] = BARRIERS + 7
-    with pytest.raises(BarrierTimeout, match=r"program 6 .* at step 1, layer 1, after attention"):
-        engine.synchronize()
-
-
-def test_first_programs_error_is_kept() -> None:
-    engine = persistent(spin_limit=1)
-    engine._sync[COUNTER] = -1
-    engine._sync[ERROR], engine._sync[ERROR_INDEX] = 4, 2
-    engine.run_steps(ROWS[:1], HISTORY)
-    with pytest.raises(BarrierTimeout, match=r"program 3 .* step 0, layer 0, after attention"):
-        engine.synchronize()
-
-
-def test_jitter_gives_the_same_bits(want: StepOutput) -> None:
-    engine = persistent(jitter=True)
-    assert_same(engine.run_steps(ROWS, HISTORY), want)
-    assert engine._sync[JITTER_SINK] > 2 * BARRIERS  # it did idle
+        triton_common.shape_constants(replace(SPEC, **change))

@@ -17,7 +17,7 @@ import torch
 
 from tests.backend_contract import KV_FLIP_BOUND, BackendContract, random_rows
 from tests.fixtures import HERE
-from triton_mega import bench
+from triton_mega import gate
 from triton_mega.backends import BarrierTimeout, DecodeBackend
 from triton_mega.backends.triton_persistent import TritonPersistent
 from triton_mega.backends.triton_staged import TritonStaged
@@ -361,10 +361,10 @@ def test_full_shape_in_a_cuda_graph(engines: dict[str, TritonPersistent]) -> Non
 def test_full_shape_is_right(
     engines: dict[str, TritonPersistent], weights: DecoderWeights, position: int, steps: int
 ) -> None:
-    oracle = bench.Oracle.build(
+    oracle = gate.Oracle.build(
         SPEC, weights, position=position, steps=steps, max_positions=MAX_POSITIONS, seed=position
     )
-    found = bench.check_backend(engines["plain"], oracle).correctness
+    found = gate.check_backend(engines["plain"], oracle).correctness
     print(f"position {position}: hidden {found.hidden}, logits {found.logits}")
     assert found.passed, found.first_divergence
     assert found.hidden.error <= found.hidden.bound == 1e-4

@@ -1,8 +1,4 @@
-"""The kernels' stages in the interpreter, one by one against fp64: grids, tiles, splits, positions.
-
-A traced step shows every stage of every layer. Where one row of the cache has to be seen, it is
-made the one that counts.
-"""
+"""Every Triton stage against the reference, in the interpreter: several grids, several tiles."""
 
 from __future__ import annotations
 
@@ -12,193 +8,177 @@ import pytest
 import torch
 
 from tests.backend_contract import random_rows
-from tests.decoding import Decoding, Trace
+from tests.decoding import Trace
 from triton_mega.backends.triton_staged import TritonStaged
-from triton_mega.reference import CONTRACTS
+from triton_mega.gate import KV_BOUND
+from triton_mega.reference import CONTRACTS, decode
 from triton_mega.rope import rope_tables
-from triton_mega.spec import TINY, DecoderSpec, Role
-from triton_mega.testing import first_divergence, relative_error
+from triton_mega.spec import TINY, DecoderSpec
+from triton_mega.state import KVCache
+from triton_mega.testing import assert_close, first_divergence
 from triton_mega.tuning import default_tuning
 from triton_mega.weights import DecoderWeights, random_weights
 
 pytestmark = pytest.mark.interpret
 
-BOUND = 1e-5
-"""fp32 sums of a few hundred products, fifteen stages deep, stay below a tenth of this."""
-
-ONE_LAYER = replace(TINY.talker, num_hidden_layers=1)
-"""Three query heads to a K/V head and three rope axes, in a third of the time."""
-
-TILE = default_tuning(ONE_LAYER, None).attention_t
-MAX_POSITIONS = 6 * TILE
-LAST = MAX_POSITIONS - 1
+EXACT = CONTRACTS["fp32_activations"].in_fp64()
+BOUND = 5e-6
+MAX_POSITIONS = 48
+TALKER, PREDICTOR = TINY.talker, TINY.predictor
+ONE_LAYER = replace(TALKER, num_hidden_layers=1)
+ATTENTION_T = default_tuning(TALKER, None).attention_t
 
 
 def make(
     spec: DecoderSpec,
+    weights: DecoderWeights,
     history: int,
-    weights: DecoderWeights | None = None,
     positions: torch.Tensor | None = None,
-    **changes: int,
+    **tuning: int,
 ) -> TritonStaged:
-    """An engine with ``history`` cached rows and the interpreter's tuning, changed."""
-    engine = TritonStaged(
-        spec,
-        weights or random_weights(spec, seed=3),
-        max_positions=MAX_POSITIONS,
-        positions=positions,
-        tuning=replace(default_tuning(spec, None), source="a test", **changes),
-    )
+    """An engine whose cache holds ``history`` rows, NaN after them."""
+    changed = replace(default_tuning(spec, None), **tuning)
+    options = {"max_positions": MAX_POSITIONS, "positions": positions, "tuning": changed}
+    engine = TritonStaged(spec, weights, **options)  # type: ignore[arg-type]
     engine.cache.fill_random(history, seed=4)
     return engine
 
 
-def oracle(engine: TritonStaged, position: int, positions: torch.Tensor | None = None) -> Trace:
-    """The fp64 trace of one step on a copy of the engine's cache, with tables of its own."""
-    spec = engine.spec
-    decoding = Decoding(spec, engine.weights, CONTRACTS[engine.contract].in_fp64(), MAX_POSITIONS)
-    if positions is not None:
-        decoding.tables = rope_tables(positions, spec)
-    decoding.cache.copy_from(engine.cache)
-    return decoding.traced(random_rows(spec, 1), position)[1]
-
-
-def trace(engine: TritonStaged, position: int) -> Trace:
-    return engine.trace_step(random_rows(engine.spec, 1), position)
+def oracle(
+    spec: DecoderSpec,
+    weights: DecoderWeights,
+    row: torch.Tensor,
+    position: int,
+    cache: KVCache,
+    positions: torch.Tensor | None = None,
+    *,
+    kv_given: bool = True,
+) -> Trace:
+    """The fp64 reference's trace; behind the new K/V row of ``cache``, unless told otherwise."""
+    if positions is None:
+        positions = torch.arange(MAX_POSITIONS)
+    own = KVCache.allocate(spec, MAX_POSITIONS)
+    own.copy_from(cache)
+    trace: Trace = {}
+    tables = rope_tables(positions, spec)
+    head = spec.num_lm_heads - 1
+    decode(
+        spec, weights, row, position, own, *tables, EXACT, head=head, trace=trace, kv_given=kv_given
+    )
+    if not kv_given:
+        trace |= {"new k": own.k[:, :, position], "new v": own.v[:, :, position]}
+    return trace
 
 
 def check(engine: TritonStaged, position: int, positions: torch.Tensor | None = None) -> Trace:
-    """Traces one step; every stage of every layer must be the oracle's. Returns the trace."""
-    want = oracle(engine, position, positions)
-    got = trace(engine, position)
-    assert first_divergence(got, want, BOUND) is None
-    return got
+    """One traced step is right at every stage of every layer, and so is the row it appends."""
+    spec, weights = engine.spec, engine.weights
+    row = random_rows(spec, 1)
+    history = KVCache.allocate(spec, MAX_POSITIONS)
+    history.copy_from(engine.cache)
+    trace = engine.trace_step(row, position, spec.num_lm_heads - 1)
+    want = oracle(spec, weights, row, position, engine.cache, positions)
+    divergence = first_divergence(trace, want, BOUND)
+    assert divergence is None, str(divergence)
+    appended = oracle(spec, weights, row, position, history, positions, kv_given=False)
+    assert_close(engine.cache.k[:, :, position], appended["new k"], KV_BOUND, "new k")
+    assert_close(engine.cache.v[:, :, position], appended["new v"], KV_BOUND, "new v")
+    assert torch.equal(engine.cache.k[:, :, :position], history.k[:, :, :position])
+    assert engine.cache.v[:, :, position + 1 :].isnan().all()
+    return trace
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 5])
-@pytest.mark.parametrize("role", ["talker", "code_predictor"])
-def test_every_stage_is_right_at_every_grid(role: Role, num_programs: int) -> None:
-    position = 2 * TILE + 3  # three splits of one tile
-    check(make(TINY.decoders[role], position, num_programs=num_programs), position)
+@pytest.mark.parametrize("programs", [1, 2, 5])
+@pytest.mark.parametrize("position", [0, 1, ATTENTION_T - 1, ATTENTION_T, ATTENTION_T + 1, 47])
+def test_talker_at_any_grid(programs: int, position: int) -> None:
+    weights = random_weights(TALKER, seed=3)
+    check(make(TALKER, weights, position, num_programs=programs), position)
 
 
-@pytest.mark.parametrize("position", [0, 1, TILE - 1, TILE, TILE + 1, LAST])
-def test_every_position_is_right(position: int) -> None:
-    check(make(ONE_LAYER, position, num_programs=4), position)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        # Hidden 96, intermediate 160, vocabulary 70, 160 rows of q, k and v: none is divided.
-        {"qkv_k": 32, "gate_up_k": 32, "down_k": 64, "head_k": 32},
-        {"qkv_k": 128, "gate_up_k": 128, "down_k": 256, "head_k": 128, "num_programs": 3},
-        {"qkv_n": 64, "o_n": 64, "gate_up_n": 64, "down_n": 64, "head_n": 64, "num_programs": 2},
-        {"qkv_n": 256, "o_n": 128, "gate_up_n": 256, "down_n": 128, "head_n": 128},
-        {"gate_up_n": 16, "down_n": 16, "head_n": 16, "num_programs": 12},
-        {"num_warps": 1, "qkv_k": 2, "qkv_n": 64, "o_n": 1, "down_k": 16, "attention_t": 1},
-        {"num_warps": 16, "attention_t": 64, "gate_up_n": 16, "down_n": 16, "head_n": 16},
-    ],
-    ids=["narrow", "wide", "tall", "one_block", "more_programs_than_blocks", "least", "most"],
-)
-def test_tiles_need_not_divide(changes: dict[str, int]) -> None:
-    check(make(ONE_LAYER, 5, **changes), 5)
-
-
-@pytest.mark.parametrize("splits_at_once", [1, 4])
-@pytest.mark.parametrize("splits", [1, 3, 5])
-def test_every_split_counts(splits: int, splits_at_once: int) -> None:
-    position = 4 * TILE + 1  # five tiles, the last with two rows
-    check(make(ONE_LAYER, position, splits=splits, splits_at_once=splits_at_once), position)
-
-
-def test_splits_without_rows_are_left_out() -> None:
-    six_tiles = make(ONE_LAYER, LAST, splits=5, num_programs=3)  # two each for three splits
-    check(six_tiles, LAST)
-    used, fresh = (make(ONE_LAYER, LAST, splits=5) for _ in range(2))
-    row = random_rows(ONE_LAYER, 1)
-    used.run_steps(row, LAST)  # leaves partial results of splits that the next step has no rows for
-    assert torch.equal(used.run_steps(row, 1).logits, fresh.run_steps(row, 1).logits)
-
-
-@pytest.mark.parametrize("position", [TILE - 1, TILE, 2 * TILE - 1, 4 * TILE - 1, 4 * TILE])
-def test_newest_position_wins(position: int) -> None:
-    """First and last row of a tile and of a split of two tiles, alone with a value."""
-    engine = make(ONE_LAYER, position, num_programs=2)
-    engine.cache.v[:, :, :position] = 0
-    got = check(engine, position)
-    v = got["qkv_proj"][0, -ONE_LAYER.kv_size :].bfloat16().view(-1, 1, ONE_LAYER.head_dim)
-    assert torch.equal(engine.cache.v[0, :, position], v[:, 0])
-    heads = got["attention"][0].view(v.shape[0], ONE_LAYER.group_size, ONE_LAYER.head_dim)
-    share = (heads / v.float()).mean(dim=-1, keepdim=True)  # softmax weight of the newest row
-    assert (share > 1e-4).all()
-    torch.testing.assert_close(heads, share * v.float(), rtol=1e-4, atol=0)
+@pytest.mark.parametrize(("programs", "position"), [(1, 0), (2, ATTENTION_T), (5, 47)])
+def test_predictor_at_any_grid(programs: int, position: int) -> None:
+    weights = random_weights(PREDICTOR, seed=3)
+    check(make(PREDICTOR, weights, position, num_programs=programs), position)
 
 
 @pytest.mark.parametrize(
-    "rows",
+    "tuning",
     [
-        (0, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, LAST - 1),
-        (1, 3 * TILE - 1, 3 * TILE, 4 * TILE - 1, 4 * TILE, 5 * TILE),
+        {"qkv_k": 32, "gate_up_k": 128, "down_k": 128, "head_k": 32},
+        {"qkv_n": 32, "o_n": 8, "gate_up_n": 16, "down_n": 32, "head_n": 16, "num_programs": 3},
+        {"num_warps": 2, "qkv_n": 2, "gate_up_n": 2, "down_n": 2, "head_n": 2, "num_programs": 7},
+        {"splits": 1, "splits_at_once": 1, "attention_t": 16},
+        {"splits": 5, "splits_at_once": 4, "attention_t": 2, "num_programs": 4},
+        {"splits": 9, "splits_at_once": 1, "attention_t": 1},
     ],
 )
-def test_cached_row_dominates_at_every_boundary(rows: tuple[int, ...]) -> None:
-    """Each K/V head of each layer has one row whose value is far above all others'."""
-    engine = make(TINY.talker, LAST)  # three splits of two tiles
-    places = [(layer, head) for layer in range(3) for head in range(2)]
-    for (layer, head), row in zip(places, rows, strict=True):
-        engine.cache.v[layer, head, row] *= 1000
-    got = check(engine, LAST)
-    heads = got["attention"].view(3, 2, TINY.talker.group_size, TINY.talker.head_dim)
-    for (layer, head), row in zip(places, rows, strict=True):
-        value = engine.cache.v[layer, head, row].float()
-        alike = torch.nn.functional.cosine_similarity(heads[layer, head], value, dim=-1)
-        assert (alike > 0.9).all(), f"row {row}"
+def test_tile_shapes_do_not_change_what_is_computed(tuning: dict[str, int]) -> None:
+    weights = random_weights(ONE_LAYER, seed=3)
+    check(make(ONE_LAYER, weights, 21, **tuning), 21)
 
 
-def test_unequal_rope_axes_are_used() -> None:
-    position = TILE + 2
-    rows = torch.arange(MAX_POSITIONS)
-    positions = torch.stack((rows, 2 * rows + 5, (7 * rows) % 31))
-    engine = make(ONE_LAYER, position, positions=positions)
-    got = check(engine, position, positions)
-    equal = oracle(engine, position)
-    assert relative_error(got["qkv_proj"], equal["qkv_proj"]) <= BOUND
-    assert relative_error(got["attention"], equal["attention"]) > 100 * BOUND
+@pytest.mark.parametrize("row", [0, ATTENTION_T - 1, ATTENTION_T, 2 * ATTENTION_T, 17, 18])
+def test_no_cached_row_is_left_out(row: int) -> None:
+    """One row dominates: dropping it, or taking it twice, shows."""
+    engine = make(ONE_LAYER, random_weights(ONE_LAYER, seed=3), 19, num_programs=2)
+    engine.cache.v[:, :, row] *= 100
+    check(engine, 19)
 
 
-PREDICTOR = TINY.predictor
-FAULTS = {
-    "qkv of layer 1": ("qkv", (1, 100, 7), 1, "qkv_proj"),
-    "q_norm of layer 1": ("q_norm", (1, 3), 1, "attention"),
-    "k_norm of layer 0": ("k_norm", (0, 3), 0, "attention"),
-    "o of layer 1": ("o", (1, 5, 40), 1, "o_proj"),
-    "up of layer 0": ("gate_up", (0, 90, 1), 0, "gate_up_proj"),
-    "post_attention_norm of layer 1": ("post_attention_norm", (1, 47), 1, "gate_up_proj"),
-    "down of the last layer": ("down", (1, 47, 79), 1, "down_proj"),
-    "norm": ("norm", (9,), None, "final_norm"),
-    "lm_head": ("lm_head", (0, 49, 3), None, "lm_head"),
-}
+@pytest.mark.parametrize("position", [0, ATTENTION_T, 3 * ATTENTION_T - 1])
+def test_newest_row_wins(position: int) -> None:
+    weights = random_weights(ONE_LAYER, seed=3)
+    weights.qkv[:, -ONE_LAYER.kv_size :] *= 100  # the values of the row that is appended
+    check(make(ONE_LAYER, weights, position, num_programs=5), position)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_in_one_weight_is_named(fault: str) -> None:
-    name, index, layer, stage = FAULTS[fault]
-    sound = random_weights(PREDICTOR, seed=3)
-    changed = getattr(sound, name).clone()
-    changed[index] += 0.5
-    want = oracle(make(PREDICTOR, 3, sound), 3)
-    engine = make(PREDICTOR, 3, replace(sound, **{name: changed}))
-    found = first_divergence(trace(engine, 3), want, BOUND)
-    assert found is not None
-    assert (found.stage, found.layer) == (stage, layer)
+def test_unequal_rotary_axes() -> None:
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.randint(0, 40, (3, MAX_POSITIONS), generator=generator)
+    weights = random_weights(ONE_LAYER, seed=3)
+    unequal = check(make(ONE_LAYER, weights, 9, positions), 9, positions)
+    equal = check(make(ONE_LAYER, weights, 9), 9)
+    divergence = first_divergence(unequal, equal, BOUND)
+    assert divergence is not None
+    assert (divergence.layer, divergence.stage) == (0, "attention")
 
 
-@pytest.mark.parametrize(("name", "layer"), [("k", 0), ("v", 1)])
-def test_fault_in_the_newest_cached_row_is_named(name: str, layer: int) -> None:
-    engine = make(PREDICTOR, TILE)
-    want = oracle(engine, TILE)
-    getattr(engine.cache, name)[layer, 1, TILE - 1, 5] += 0.5
-    found = first_divergence(trace(engine, TILE), want, BOUND)
-    assert found is not None
-    assert (found.stage, found.layer) == ("attention", layer)
+TWO_LAYERS = replace(TALKER, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "stage"),
+    [
+        ("input_norm", 1, "qkv_proj"),
+        ("qkv", 0, "qkv_proj"),
+        ("q_norm", 1, "attention"),
+        ("o", 1, "o_proj"),
+        ("post_attention_norm", 0, "gate_up_proj"),
+        ("gate_up", 1, "gate_up_proj"),
+        ("down", 0, "down_proj"),
+        ("norm", None, "final_norm"),
+        ("lm_head", None, "lm_head"),
+    ],
+)
+def test_wrong_weight_is_traced_to_its_stage(name: str, layer: int | None, stage: str) -> None:
+    wrong, right = (random_weights(TWO_LAYERS, seed=3) for _ in range(2))
+    tensor = getattr(wrong, name)
+    tensor[... if layer is None else layer].view(-1)[:16] *= 2
+    engine = make(TWO_LAYERS, wrong, 5, num_programs=2)
+    row = random_rows(TWO_LAYERS, 1)
+    trace = engine.trace_step(row, 5)
+    want = oracle(TWO_LAYERS, right, row, 5, engine.cache)
+    divergence = first_divergence(trace, want, BOUND)
+    assert divergence is not None
+    assert (divergence.layer, divergence.stage) == (layer, stage)
+
+
+def test_wrong_cached_row_is_traced_to_its_layer() -> None:
+    weights = random_weights(TWO_LAYERS, seed=3)
+    engine = make(TWO_LAYERS, weights, 5)
+    row = random_rows(TWO_LAYERS, 1)
+    trace = engine.trace_step(row, 5)
+    engine.cache.v[1, 0, 3] *= -1
+    divergence = first_divergence(trace, oracle(TWO_LAYERS, weights, row, 5, engine.cache), BOUND)
+    assert divergence is not None
+    assert (divergence.layer, divergence.stage) == (1, "attention")
