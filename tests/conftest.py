@@ -8,7 +8,6 @@ belongs to the other process is deselected; what this machine cannot run is skip
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Set as AbstractSet
@@ -16,7 +15,7 @@ from collections.abc import Set as AbstractSet
 import pytest
 import torch
 
-from triton_mega.doctor import interpreter_fault
+from triton_mega.toolchain import installed_interpreter_fault
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 NOT_INTERPRETED = {"compile", "gpu"}
@@ -44,8 +43,7 @@ def missing_part(marks: AbstractSet[str]) -> str | None:
     if "hf" in marks and importlib.util.find_spec("qwen_tts") is None:
         return "needs the official qwen-tts package (make hf)"
     if "interpret" in marks:
-        versions = (importlib.metadata.version(package) for package in ("triton", "numpy"))
-        return interpreter_fault(*versions)
+        return installed_interpreter_fault()
     return None
 
 

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"", "spec", "device", "convert"}),
+    frozenset({"", "spec", "device", "toolchain", "convert"}),
     frozenset({"weights", "state", "rope", "tuning", "schedule", "checkpoint", "testing"}),
     frozenset({"kernels", "reference"}),
     frozenset({"backends"}),

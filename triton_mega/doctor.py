@@ -7,17 +7,14 @@ Knows nothing about how the report is shown (``cli.py``).
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import re
-import shutil
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import triton_mega
+from triton_mega import toolchain
 from triton_mega.device import MIN_CAPABILITY, DeviceInfo, DeviceUnavailable
 
 Status = Literal["ok", "warning", "missing"]
@@ -77,13 +74,6 @@ def examine() -> Report:
     return Report(triton_mega.__version__, packages, device, findings, examine_backends())
 
 
-def interpreter_fault(triton_version: str, numpy_version: str) -> str | None:
-    """Returns why Triton's interpreter does not work with this numpy, None where it does."""
-    if _release(triton_version)[:2] == (3, 6) and _release(numpy_version) >= (2, 4):
-        return f"the interpreter of triton {triton_version} crashes on numpy {numpy_version}"
-    return None
-
-
 def examine_platform() -> Finding:
     """Checks Python's version and that Triton has wheels for this kind of machine."""
     detail = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
@@ -106,7 +96,9 @@ def examine_versions(packages: Mapping[str, str | None]) -> list[Finding]:
         wanted = f"{name} >= {_dotted(low)}" + (f", < {_dotted(end)}" if end else "")
         if version is None:
             findings.append(Finding(name, "missing", "not installed", f"install {wanted}"))
-        elif _release(version) < low or (end is not None and _release(version) >= end):
+        elif toolchain.release(version) < low or (
+            end is not None and toolchain.release(version) >= end
+        ):
             findings.append(Finding(name, "warning", version, f"supported: {wanted}"))
         else:
             findings.append(Finding(name, "ok", version))
@@ -114,7 +106,7 @@ def examine_versions(packages: Mapping[str, str | None]) -> list[Finding]:
     if pin is not None and pin != triton:
         detail = f"torch {torch} was built with triton {pin}, installed is {triton}"
         findings.append(Finding("torch and triton", "warning", detail, f"install triton {pin}"))
-    if triton and numpy and (fault := interpreter_fault(triton, numpy)):
+    if triton and numpy and (fault := toolchain.interpreter_fault(triton, numpy)):
         hint = "install numpy < 2.4; only the interpreter is affected"
         findings.append(Finding("triton and numpy", "warning", fault, hint))
     transformers = packages.get("transformers")
@@ -173,14 +165,17 @@ def examine_launcher(has_gpu: bool) -> list[Finding]:
     """
     absent: Status = "missing" if has_gpu else "ok"
     suffix = "" if has_gpu else " (needed with a GPU only)"
-    compiler = os.environ.get("CC") or "gcc or clang"
-    found = next((path for name in compiler.split(" or ") if (path := shutil.which(name))), None)
+    compiler, header = toolchain.find_compiler(), toolchain.python_header()
     findings = [
-        Finding("C compiler", "ok", found)
-        if found
-        else Finding("C compiler", absent, f"no {compiler}{suffix}", "install gcc, or set CC")
+        Finding("C compiler", "ok", compiler)
+        if compiler
+        else Finding(
+            "C compiler",
+            absent,
+            f"no {toolchain.wanted_compiler()}{suffix}",
+            "install gcc, or set CC",
+        )
     ]
-    header = Path(sysconfig.get_paths(scheme=_header_scheme())["include"]) / "Python.h"
     if header.exists():
         return [*findings, Finding("Python.h", "ok", str(header))]
     hint = "install your distribution's python3-dev"
@@ -215,12 +210,6 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version: "2.13.0+cpu" gives (2, 13, 0)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
-
-
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(str(part) for part in version)
 
@@ -231,9 +220,3 @@ def _triton_that_torch_wants() -> str | None:
         if match := re.match(r"triton\s*==\s*([\d.]+)", requirement):
             return match.group(1)
     return None
-
-
-def _header_scheme() -> str:
-    """Install scheme whose include directory Triton uses (Debian's own scheme holds no headers)."""
-    scheme = sysconfig.get_default_scheme()
-    return "posix_prefix" if scheme == "posix_local" else scheme

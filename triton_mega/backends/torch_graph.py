@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from triton_mega.backends import BackendUnavailable, DecodeBackend, StepOutput
 from triton_mega.backends.torch_common import cache_version
 from triton_mega.spec import DecoderSpec
+from triton_mega.toolchain import launcher_fault
 from triton_mega.weights import DecoderWeights, layer_parts
 
 FIRST_BUCKET = 256
@@ -252,6 +253,12 @@ class TorchCompileGraph(TorchGraph):
 
     name = "torch_compile"
     attention = staticmethod(summed_attention)
+
+    @classmethod
+    def check_available(cls, device: torch.device) -> None:
+        super().check_available(device)
+        if fault := launcher_fault():
+            raise BackendUnavailable(cls.name, *fault)
 
     def _prepare(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(

@@ -13,6 +13,7 @@ from triton_mega.device import MIN_CAPABILITY, DeviceInfo
 from triton_mega.kernels import arguments
 from triton_mega.schedule import LAYER_STAGES, Schedule
 from triton_mega.spec import DecoderSpec
+from triton_mega.toolchain import installed_interpreter_fault, launcher_fault
 from triton_mega.tuning import TuningConfig, check_tuning, default_tuning
 from triton_mega.weights import DecoderWeights, pair_columns
 
@@ -125,9 +126,13 @@ class TritonBackend(DecodeBackend):
             if capability < MIN_CAPABILITY:
                 have, need = (".".join(map(str, c)) for c in (capability, MIN_CAPABILITY))
                 raise BackendUnavailable(cls.name, f"compute capability {have} is below {need}")
+            if fault := launcher_fault():
+                raise BackendUnavailable(cls.name, *fault)
         elif not interpreted():
             hint = "TRITON_INTERPRET=1 runs it on a CPU"
             raise BackendUnavailable(cls.name, f"device {device} is not a CUDA GPU", hint)
+        elif reason := installed_interpreter_fault():
+            raise BackendUnavailable(cls.name, reason, "install numpy < 2.4")
 
     def trace_step(
         self, inputs_embeds: torch.Tensor, position: int, head: int = 0
