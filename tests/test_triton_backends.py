@@ -12,7 +12,7 @@ from tests.backend_contract import BackendContract, assert_same, random_rows
 from triton_mega.backends import BackendUnavailable, BarrierTimeout, triton_common
 from triton_mega.backends.triton_persistent import TritonPersistent
 from triton_mega.backends.triton_staged import TritonStaged
-from triton_mega.kernels.sync import BASE, COUNTER, ERROR, JITTER_SINK
+from triton_mega.kernels.sync import BASE, COUNTER, ERROR, ERROR_INDEX, JITTER_SINK
 from triton_mega.spec import TINY
 from triton_mega.tuning import default_tuning
 from triton_mega.weights import random_weights
@@ -89,11 +89,13 @@ def test_counter_may_wrap() -> None:
 
 
 def test_lost_arrival_ends_the_launch() -> None:
-    rows = random_rows(SPEC, 1)
+    rows = random_rows(SPEC, 2)
     persistent = engine(spin_limit=50)
     want = persistent.run_steps(rows, 3)
     persistent._sync[COUNTER.value] -= 1
     persistent.run_steps(rows, 3)
+    # It left after the layer that it was in, and did not move the base.
+    assert words(persistent) == (3 * BARRIERS - 1, 2 * BARRIERS, 1)
     message = "program 0 of 1 gave up after 50 polls at the start of the launch"
     with pytest.raises(BarrierTimeout, match=message):
         persistent.synchronize()
@@ -106,6 +108,15 @@ def test_timeout_names_the_barrier() -> None:
     persistent = engine()
     persistent._sync[ERROR.value : ERROR.value + 2] = torch.tensor([1, 7], dtype=torch.int32)
     with pytest.raises(BarrierTimeout, match="at step 1, layer 0, after attention"):
+        persistent.synchronize()
+
+
+def test_first_error_is_the_one_reported() -> None:
+    persistent = engine(spin_limit=1)
+    persistent._sync[COUNTER.value] = -1
+    persistent._sync[ERROR.value], persistent._sync[ERROR_INDEX.value] = 4, 2
+    persistent.run_steps(random_rows(SPEC, 1), 3)
+    with pytest.raises(BarrierTimeout, match=r"program 3 .* at step 0, layer 0, after attention"):
         persistent.synchronize()
 
 
@@ -123,6 +134,18 @@ def test_a_cpu_needs_the_interpreter(kind: type[Any], monkeypatch: pytest.Monkey
     with pytest.raises(BackendUnavailable, match="device cpu is not a CUDA GPU") as caught:
         engine(kind)
     assert "TRITON_INTERPRET=1" in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", [TritonStaged, TritonPersistent])
+def test_a_gpu_needs_the_compiler(kind: type[Any]) -> None:
+    with pytest.raises(BackendUnavailable, match=r"TRITON_INTERPRET=1 is set \(unset it\)"):
+        kind.check_available(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kind", [TritonStaged, TritonPersistent])
+def test_a_trace_is_of_one_row(kind: type[Any]) -> None:
+    with pytest.raises(ValueError, match="inputs_embeds: expected one row, got 2"):
+        engine(kind).trace_step(random_rows(SPEC, 2), 3)
 
 
 @pytest.mark.parametrize(

@@ -173,12 +173,25 @@ def test_wrong_weight_is_traced_to_its_stage(name: str, layer: int | None, stage
     assert (divergence.layer, divergence.stage) == (layer, stage)
 
 
-def test_wrong_cached_row_is_traced_to_its_layer() -> None:
+def test_wrong_key_norm_is_traced_to_the_row_it_appends() -> None:
+    wrong, right = (random_weights(TWO_LAYERS, seed=3) for _ in range(2))
+    wrong.k_norm[0] *= 2
+    engine = make(TWO_LAYERS, wrong, 5)
+    row = random_rows(TWO_LAYERS, 1)
+    want = oracle(TWO_LAYERS, right, row, 5, engine.cache, kv_given=False)
+    del want["new k"], want["new v"]
+    divergence = first_divergence(engine.trace_step(row, 5, 0), want, KV_BOUND)
+    assert divergence is not None
+    assert (divergence.layer, divergence.stage) == (0, "attention")
+
+
+@pytest.mark.parametrize("cached_row", [0, 4])
+def test_wrong_cached_row_is_traced_to_its_layer(cached_row: int) -> None:
     weights = random_weights(TWO_LAYERS, seed=3)
     engine = make(TWO_LAYERS, weights, 5)
     row = random_rows(TWO_LAYERS, 1)
     trace = engine.trace_step(row, 5)
-    engine.cache.v[1, 0, 3] *= -1
+    engine.cache.v[1, 0, cached_row] *= -1
     divergence = first_divergence(trace, oracle(TWO_LAYERS, weights, row, 5, engine.cache), BOUND)
     assert divergence is not None
     assert (divergence.layer, divergence.stage) == (1, "attention")
