@@ -88,6 +88,13 @@ def test_counter_may_wrap() -> None:
     assert_same(persistent.run_steps(rows, 3), want)
 
 
+def test_arrival_beyond_the_wrap_is_not_behind() -> None:
+    persistent = engine(spin_limit=1)
+    persistent._sync[BASE.value], persistent._sync[COUNTER.value] = MOST, -MOST - 1
+    persistent.run_steps(random_rows(SPEC, 1), 3)
+    persistent.synchronize()
+
+
 def test_lost_arrival_ends_the_launch() -> None:
     rows = random_rows(SPEC, 2)
     persistent = engine(spin_limit=50)
