@@ -32,11 +32,13 @@ from rich.progress import Progress
 
 from experiments import report
 from experiments.config import CONF, NO_GPU_EXPERIMENT, Compare, Model, build, overrides
+from experiments.log_run import shorten
 from triton_mega import bench, gate, record
 from triton_mega.backends import BackendUnavailable, load_backend
 from triton_mega.record import Correctness, Git, Performance, Record, Status
 from triton_mega.weights import DecoderWeights, random_weights
 
+RECORDS = "compare.jsonl"
 TABLE_WIDTH = 140
 """Columns of a table that no terminal limits."""
 
@@ -154,9 +156,18 @@ def measure(
 
 
 def run(
-    asked: Compare, config: Mapping[str, Any], git: Git, command: str, console: Console
+    asked: Compare,
+    config: Mapping[str, Any],
+    git: Git,
+    command: str,
+    console: Console,
+    keep: Callable[[list[Record]], None],
 ) -> list[Record]:
-    """Checks and times what was asked for and returns one record per backend and position."""
+    """Checks and times what was asked for and returns one record per backend and position.
+
+    ``keep`` is given a position's records as soon as they are there: a run that is ended early
+    loses no more than the position that it was at.
+    """
     model, names, positions = asked.model, asked.backend.names, asked.workload.positions
     new_record = partial(
         Record,
@@ -191,12 +202,15 @@ def run(
         started, failed = start_backends(asked, weights, advance)
         for position in positions:
             outcomes = failed | measure(asked, weights, position, started, chip, advance)
+            found = []
             for name in names:
                 tuning = getattr(started[name].backend, "tuning", None) if name in started else None
                 tuning = None if tuning is None else asdict(tuning)
-                records.append(
+                found.append(
                     new_record(backend=name, position=position, tuning=tuning, **outcomes[name])
                 )
+            keep(found)
+            records += found
     return records
 
 
@@ -238,15 +252,15 @@ def main(composed: DictConfig) -> None:
         sys.exit(2)
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: none is, so far
-    command = shlex.join(["python", "-m", "experiments.compare", *sys.argv[1:]])
-    records = run(asked, config, git, command, Console(stderr=True))
+    command = shorten(shlex.join(["python", "-m", "experiments.compare", *sys.argv[1:]]))
+    path = asked.results / RECORDS
+    records = run(asked, config, git, command, Console(stderr=True), partial(record.append, path))
     sys.exit(conclude(records, asked.results))
 
 
 def conclude(records: list[Record], results: Path) -> int:
-    """Writes and shows the records of a run; returns the process's exit code."""
-    path, figure = results / "compare.jsonl", results / f"compare_{records[0].run_id}.png"
-    record.append(path, records)
+    """Draws and shows the records of a run; returns the process's exit code."""
+    path, figure = results / RECORDS, results / f"compare_{records[0].run_id}.png"
     report.draw(records, figure)
     report.print_table(records, Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
     failed = sorted({r.backend for r in records if r.status not in ("passed", "unavailable")})

@@ -40,6 +40,7 @@ from rich.table import Table
 
 from experiments.compare import TABLE_WIDTH, Outcome, failure, verdict
 from experiments.config import CONF, Parity, build, overrides
+from experiments.log_run import shorten
 from experiments.report import machine
 from tests import fixtures
 from triton_mega import record
@@ -300,7 +301,7 @@ def main(composed: DictConfig) -> None:
         sys.exit(2)
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: none is, so far
-    command = shlex.join(["python", "-m", "experiments.parity", *sys.argv[1:]])
+    command = shorten(shlex.join(["python", "-m", "experiments.parity", *sys.argv[1:]]))
     sys.exit(conclude(run(asked, config, git, command), asked.results))
 
 

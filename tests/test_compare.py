@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,17 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(BACKENDS, fake.name, f"{fake.__module__}:{fake.__qualname__}")
 
 
-def run(*names: str, given: tuple[str, ...] = ()) -> list[Record]:
+def run(
+    *names: str,
+    given: tuple[str, ...] = (),
+    keep: Callable[[list[Record]], None] = lambda records: None,
+) -> list[Record]:
     """Compares fakes on the tiny model."""
     overrides = ["experiment=cpu", f"backend.names=[{','.join(names)}]", *given]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config: Any = OmegaConf.to_container(compose("compare", overrides), resolve=True)
     asked = build(Compare, config)
-    return compare.run(asked, config, Git("abc", False), "a command", Console(quiet=True))
+    return compare.run(asked, config, Git("abc", False), "a command", Console(quiet=True), keep)
 
 
 def by_place(records: list[Record]) -> dict[tuple[str, int], Record]:
@@ -112,7 +117,24 @@ def test_a_run_goes_on_past_every_kind_of_failure(
     assert compare.conclude(records, tmp_path) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["failed"] == ["fails_late", "never_starts", "wrong", "wrong_stage"]
-    assert record.read(Path(last["records"])) == records
+    assert last["records"] == str(tmp_path / "compare.jsonl")
+
+
+def test_an_interrupted_run_has_kept_the_positions_before(tmp_path: Path) -> None:
+    path = tmp_path / "compare.jsonl"
+
+    def keep(records: list[Record]) -> None:
+        if records[0].position == 15:
+            raise KeyboardInterrupt
+        record.append(path, records)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("right", "absent", keep=keep)
+    kept = by_place(record.read(path))
+    assert {place: each.status for place, each in kept.items()} == {
+        ("right", 1): "passed",
+        ("absent", 1): "unavailable",
+    }
 
 
 def test_the_right_and_the_absent_alone_are_no_failure(
