@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,13 +24,13 @@ from typing import Any
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress
 
 from experiments import report
-from experiments.config import CONF, NO_GPU_EXPERIMENT, Compare, Model, build, overrides
-from experiments.log_run import shorten
+from experiments.config import CONF, NO_GPU_EXPERIMENT, Compare, Model, overrides
+from experiments.start import begin
 from triton_mega import bench, gate, record
 from triton_mega.backends import BackendUnavailable, load_backend
 from triton_mega.record import Correctness, Git, Performance, Record, Status
@@ -243,18 +241,10 @@ def time_passed(
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="compare")
 def main(composed: DictConfig) -> None:
     """Runs the composed config: table, records, figure, one line of JSON."""
-    config: Any = OmegaConf.to_container(composed, resolve=True)
-    try:
-        asked = build(Compare, config)
-        git = Git.read() if asked.commit is None else Git.parse(asked.commit)
-    except ValueError as error:
-        print(f"config: {error}", file=sys.stderr)
-        sys.exit(2)
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: none is, so far
-    command = shorten(shlex.join(["python", "-m", "experiments.compare", *sys.argv[1:]]))
-    path = asked.results / RECORDS
-    records = run(asked, config, git, command, Console(stderr=True), partial(record.append, path))
+    begun = begin(Compare, composed, "experiments.compare")
+    asked, keep = begun.asked, partial(record.append, begun.asked.results / RECORDS)
+    console = Console(stderr=True)
+    records = run(asked, begun.config, begun.git, begun.command, console, keep)
     sys.exit(conclude(records, asked.results))
 
 

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,14 +32,14 @@ from typing import Any
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from experiments.compare import TABLE_WIDTH, Outcome, failure, verdict
-from experiments.config import CONF, Parity, build, overrides
-from experiments.log_run import shorten
+from experiments.config import CONF, Parity, overrides
 from experiments.report import machine
+from experiments.start import begin
 from tests import fixtures
 from triton_mega import record
 from triton_mega.backends import DecodeBackend, load_backend
@@ -292,17 +290,9 @@ def conclude(records: list[Record], results: Path) -> int:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="parity")
 def main(composed: DictConfig) -> None:
     """Runs the composed config: tables, records, one line of JSON."""
-    config: Any = OmegaConf.to_container(composed, resolve=True)
-    try:
-        asked = build(Parity, config)
-        git = Git.read() if asked.commit is None else Git.parse(asked.commit)
-    except ValueError as error:
-        print(f"config: {error}", file=sys.stderr)
-        sys.exit(2)
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: none is, so far
-    command = shorten(shlex.join(["python", "-m", "experiments.parity", *sys.argv[1:]]))
-    sys.exit(conclude(run(asked, config, git, command), asked.results))
+    begun = begin(Parity, composed, "experiments.parity")
+    records = run(begun.asked, begun.config, begun.git, begun.command)
+    sys.exit(conclude(records, begun.asked.results))
 
 
 if __name__ == "__main__":

@@ -13,30 +13,16 @@ from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.fixtures import HERE
+from tests.shapes import CHIPS, LARGE, SPECS
 from triton_mega.backends.triton_common import shape_constants, tile_constants
 from triton_mega.device import DeviceInfo
 from triton_mega.kernels import aot, sync
 from triton_mega.kernels.staged import STAGE_KERNELS
-from triton_mega.spec import TINY, DecoderSpec, TTSSpec
+from triton_mega.spec import TINY, DecoderSpec
 from triton_mega.tuning import default_tuning
 
 pytestmark = pytest.mark.compile
 
-LARGE = TTSSpec.from_json(HERE / "configs" / "1.7B-CustomVoice.config.json")
-SMALL = TTSSpec.from_json(HERE / "configs" / "0.6B-CustomVoice.config.json")
-SPECS = {
-    "talker_1p7b": LARGE.talker,
-    "talker_0p6b": SMALL.talker,
-    "predictor": LARGE.predictor,
-    "tiny": TINY.talker,
-    "tiny_predictor": TINY.predictor,
-}
-CHIPS = {
-    "sm_80": DeviceInfo.of_chip((8, 0), 108, name="A100"),
-    "sm_90": DeviceInfo.of_chip((9, 0), 132, name="H200"),
-    "sm_120": DeviceInfo.of_chip((12, 0), 170, name="RTX 5090"),
-}
 DRAINS = re.compile(r"bar(?:rier)?\.(?:cta\.)?sync")
 RELEASE = re.compile(r"\b(?:atom|red)\.[\w.:]*release")
 STORE = re.compile(r"\bst\.(?:global|shared)")

@@ -20,26 +20,18 @@ import torch
 
 from cuda_ref import arguments, build
 from cuda_ref.options import KernelOptions, barrier_name, default_options, defines
-from tests.fixtures import config
+from tests.shapes import CHIPS, LARGE, SPECS
 from triton_mega.backends import BackendUnavailable, load_backend
 from triton_mega.backends.cuda_persistent import CudaPersistent
 from triton_mega.device import DeviceInfo
 from triton_mega.schedule import LAYER_STAGES
-from triton_mega.spec import TINY, TTSSpec
+from triton_mega.spec import TINY
 
 ROOT = Path(__file__).parent.parent
 SOURCE = (ROOT / "cuda_ref" / "decode.cu").read_text(encoding="utf-8")
-LARGE, SMALL = (TTSSpec.from_config(config(f"{size}-CustomVoice")) for size in ("1.7B", "0.6B"))
-SHAPES = {
-    "talker_1p7b": LARGE.talker,
-    "talker_0p6b": SMALL.talker,
-    "predictor": LARGE.predictor,
-    "tiny": TINY.talker,
-}
-CHIPS = {(8, 0): 108, (9, 0): 132, (12, 0): 170}  # with their multiprocessors: A100, H200, 5090
 STATIC_SHARED_BYTES = 48 * 1024
 """What a block may have without asking the driver for more."""
-STACK_BYTES = {(8, 0): 64}
+STACK_BYTES = {"sm_80": 64}
 """Stack that a thread may take; none where a chip is not named."""
 
 needs_nvrtc = pytest.mark.skipif(
@@ -97,8 +89,7 @@ def test_one_block_per_head_is_one_split() -> None:
 
 
 def test_default_is_a_block_per_multiprocessor_in_whole_heads() -> None:
-    for (capability, sm_count), blocks in zip(CHIPS.items(), (104, 128, 168), strict=True):
-        chip = DeviceInfo.of_chip(capability, sm_count)
+    for chip, blocks in zip(CHIPS.values(), (104, 128, 168), strict=True):
         assert default_options(LARGE.talker, chip).blocks == blocks
     assert default_options(TINY.talker, DeviceInfo.of_chip((9, 0), 1)).blocks == 1
 
@@ -186,18 +177,16 @@ def test_a_missing_argument_is_named() -> None:
 @needs_nvrtc
 @pytest.mark.compile
 @pytest.mark.parametrize("attention", ["split_kv", "one_block_per_head"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("capability", CHIPS, ids=build.arch_name)
-def test_the_kernel_compiles_within_its_limits(
-    capability: tuple[int, int], shape: str, attention: Any
-) -> None:
-    chip = DeviceInfo.of_chip(capability, CHIPS[capability])
-    options = replace(default_options(SHAPES[shape], chip), attention=attention)
-    cubin = build.compile_cubin(defines(SHAPES[shape], options), capability)
+@pytest.mark.parametrize("shape", SPECS)
+@pytest.mark.parametrize("chip_name", CHIPS)
+def test_the_kernel_compiles_within_its_limits(chip_name: str, shape: str, attention: Any) -> None:
+    chip = CHIPS[chip_name]
+    options = replace(default_options(SPECS[shape], chip), attention=attention)
+    cubin = build.compile_cubin(defines(SPECS[shape], options), chip.capability)
     found = build.read_resources(cubin)
-    print(f"{build.arch_name(capability)} {shape} {attention}: {found}")
+    print(f"{chip_name} {shape} {attention}: {found}")
     assert found.registers_per_thread * options.threads <= chip.limits.registers_per_sm
-    assert found.stack_bytes <= STACK_BYTES.get(capability, 16)
+    assert found.stack_bytes <= STACK_BYTES.get(chip_name, 16)
     assert found.shared_bytes <= STATIC_SHARED_BYTES
     resident = chip.resident_programs(
         options.threads // 32, found.registers_per_thread, found.shared_bytes

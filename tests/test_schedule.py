@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fixtures import config
-from triton_mega.device import DeviceInfo
+from tests.shapes import CHIPS, LARGE, SMALL
 from triton_mega.schedule import LAYER_STAGES, STAGES, Schedule
-from triton_mega.spec import TINY, DecoderSpec, TTSSpec
+from triton_mega.spec import TINY, DecoderSpec
 from triton_mega.state import KVCache
 from triton_mega.tuning import default_tuning
 from triton_mega.weights import random_weights
 
-LARGE = TTSSpec.from_config(config("1.7B-CustomVoice"))
-SMALL = TTSSpec.from_config(config("0.6B-CustomVoice"))
-H200 = DeviceInfo.of_chip((9, 0), 132)
+H200 = CHIPS["sm_90"]
 
 
 def schedule(spec: DecoderSpec) -> Schedule:

@@ -6,31 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fixtures import config
+from tests.shapes import CHIPS, LARGE, SPECS
 from triton_mega.device import DeviceInfo
-from triton_mega.spec import TINY, DecoderSpec, TTSSpec
+from triton_mega.spec import TINY, DecoderSpec
 from triton_mega.tuning import TuningConfig, check_tuning, default_tuning, row_groups
 
-LARGE = TTSSpec.from_config(config("1.7B-CustomVoice"))
-SMALL = TTSSpec.from_config(config("0.6B-CustomVoice"))
-SPECS = {
-    "talker_1p7b": LARGE.talker,
-    "talker_0p6b": SMALL.talker,
-    "predictor": LARGE.predictor,
-    "tiny": TINY.talker,
-    "tiny_predictor": TINY.predictor,
-}
-CHIPS = {
-    108: DeviceInfo.of_chip((8, 0), 108),
-    132: DeviceInfo.of_chip((9, 0), 132),
-    170: DeviceInfo.of_chip((12, 0), 170),
-}
 
-
-@pytest.mark.parametrize("sm_count", CHIPS)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))
 @pytest.mark.parametrize("name", SPECS)
-def test_default_gives_every_head_equally_many_splits(name: str, sm_count: int) -> None:
-    spec, chip = SPECS[name], CHIPS[sm_count]
+def test_default_gives_every_head_equally_many_splits(name: str, chip: DeviceInfo) -> None:
+    spec, sm_count = SPECS[name], chip.sm_count
     tuning = default_tuning(spec, chip)
     heads = spec.num_key_value_heads
     assert tuning.num_programs == max(n for n in range(1, sm_count + 1) if n % heads == 0)
@@ -77,7 +62,7 @@ def test_wrong_field_is_named(change: dict[str, int], message: str) -> None:
 
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down", "head"])
 def test_tile_with_fewer_rows_than_row_groups_is_refused(name: str) -> None:
-    tuning = default_tuning(LARGE.talker, CHIPS[132])
+    tuning = default_tuning(LARGE.talker, CHIPS["sm_90"])
     short: TuningConfig = replace(tuning, num_warps=32, **{f"{name}_n": 1})
     others = {
         f"{other}_n": 32 for other in ("qkv", "o", "gate_up", "down", "head") if other != name
@@ -102,5 +87,5 @@ def spec_of(**changes: int) -> DecoderSpec:
 
 
 def test_default_rounds_odd_sizes_up() -> None:
-    tuning = default_tuning(spec_of(hidden_size=100, intermediate_size=36), CHIPS[132])
+    tuning = default_tuning(spec_of(hidden_size=100, intermediate_size=36), CHIPS["sm_90"])
     assert (tuning.gate_up_k, tuning.down_k) == (128, 64)
