@@ -34,10 +34,10 @@ demo: $(READY)
 test: test-interpret test-rest
 
 test-interpret: $(READY)
-	TRITON_INTERPRET=1 $(RUN) -m pytest $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-rest: $(READY) test-interpret
-	env -u TRITON_INTERPRET $(RUN) -m pytest $(PYTEST_ARGS)
+	env -u TRITON_INTERPRET $(RUN) -m pytest $(if $(HAS_GPU),,-n auto --dist loadfile) $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -52,7 +52,7 @@ hf: $(READY)
 check-python:
 	@$(RUN) -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))" || { \
 	  echo "PYTHON=$(PYTHON): not a Python 3.11, 3.12 or 3.13 that starts" >&2; exit 1; }
-	@$(RUN) -c "import torch, triton, numpy, safetensors, hydra, rich, matplotlib, pytest" || { \
+	@$(RUN) -c "import torch, triton, numpy, safetensors, hydra, rich, matplotlib, pytest, xdist" || { \
 	  echo "PYTHON=$(PYTHON): the package above is missing there; nothing was installed." >&2; \
 	  echo "Install with: $(PYTHON) -m pip install -e '.[$(EXTRAS)]', or leave PYTHON out." >&2; \
 	  exit 1; }

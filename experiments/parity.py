@@ -52,7 +52,7 @@ from triton_mega.state import KVCache
 from triton_mega.testing import relative_error
 from triton_mega.weights import DecoderWeights, hash_weights
 
-NO_GPU = ("trace=tiny", "tuning=interpreter")
+NO_GPU = ("trace=tiny", "tuning=interpreter", "results_dir=outputs")
 REFERENCE_BOUND = 1e-5
 """Largest error of the reference on this device against the official fp32 dump."""
 

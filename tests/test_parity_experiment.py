@@ -222,8 +222,9 @@ def test_configs_compose_and_name_wrong_values() -> None:
     assert asked.trace.fixture == "full_1p7b"
     assert asked.trace.last_rows is None
     assert asked.backend.names == ("triton_persistent",)
-    assert overrides([], False, parity.NO_GPU) == ["trace=tiny", "tuning=interpreter"]
-    assert overrides(["tuning=default"], False, parity.NO_GPU) == ["trace=tiny", "tuning=default"]
+    assert overrides([], False, parity.NO_GPU) == list(parity.NO_GPU)
+    chosen = overrides(["tuning=default"], False, parity.NO_GPU)
+    assert chosen == ["trace=tiny", "results_dir=outputs", "tuning=default"]
     assert overrides(["a=b"], True, parity.NO_GPU) == ["a=b"]
     for given, message in (
         ("trace.last_rows=0", r"trace\.last_rows: expected 1 or more"),
