@@ -46,12 +46,12 @@ def header(command: Sequence[str], git: Git) -> str:
 
 def footer(exit_code: int, seconds: float) -> str:
     """Returns the last lines of a log."""
-    return f"\n# exit_code: {exit_code}\n# seconds: {seconds:.1f}\n"
+    return f"\n# exit_code: {exit_code}\n# seconds: {seconds:.2f}\n"
 
 
 def shorten(text: str) -> str:
     """Returns ``text`` without this machine's longest-lived paths."""
-    for path, name in ((str(ROOT), "."), (sys.prefix, "PYTHON"), (str(Path.home()), "~")):
+    for path, name in ((sys.prefix, "PYTHON"), (str(ROOT), "."), (str(Path.home()), "~")):
         text = re.sub(rf"{re.escape(path)}(?![\w.-])", name, text)
     return text
 
