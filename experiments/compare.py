@@ -155,6 +155,7 @@ def measure(
 
 def run(
     asked: Compare,
+    weights: DecoderWeights,
     config: Mapping[str, Any],
     git: Git,
     command: str,
@@ -181,13 +182,9 @@ def run(
         weights=model.weights,
         seed=model.seed,
     )
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", asked.device_index) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(
-            device
-        )  # Triton launches, and events are recorded, on the current one
-    weights = load_weights(model, device)
+    device = weights.qkv.device
+    if device.type == "cuda":  # Triton launches, and events are recorded, on the current one
+        torch.cuda.set_device(device)
     chip = Chip(bench.read_ceilings(device), bench.barrier_us(device))
     records: list[Record] = []
     with Progress(console=console, transient=True) as progress:
@@ -243,8 +240,15 @@ def main(composed: DictConfig) -> None:
     """Runs the composed config: table, records, figure, one line of JSON."""
     begun = begin(Compare, composed, "experiments.compare")
     asked, keep = begun.asked, partial(record.append, begun.asked.results / RECORDS)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", asked.device_index) if on_gpu else torch.device("cpu")
+    try:
+        weights = load_weights(asked.model, device)
+    except (OSError, ValueError) as error:
+        print(f"config: {error}", file=sys.stderr)
+        sys.exit(2)
     console = Console(stderr=True)
-    records = run(asked, begun.config, begun.git, begun.command, console, keep)
+    records = run(asked, weights, begun.config, begun.git, begun.command, console, keep)
     sys.exit(conclude(records, asked.results))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -127,7 +128,14 @@ def render(text: str, results: Path = RESULTS) -> str:
 
 
 def quote(text: str, name: str, run_ids: Sequence[str]) -> str:
-    """Returns ``text`` with table ``name`` naming other runs; its body is left for ``render``."""
+    """Returns ``text`` with table ``name`` naming other runs; its body is left for ``render``.
+
+    Raises:
+        ValueError: a run id is none, or the text has no such table.
+    """
+    for run_id in run_ids:
+        if not re.fullmatch("[0-9a-f]{10}", run_id):
+            raise ValueError(f"run {run_id}: expected 10 hexadecimal digits")
     mark = f"<!-- {' '.join([f'table:{name}', *run_ids])} -->"
     changed, count = re.subn(rf"<!-- table:{re.escape(name)}(?: [0-9a-f]{{10}})* -->", mark, text)
     if not count:
@@ -218,9 +226,14 @@ def main() -> None:
     parser.add_argument("run_ids", nargs="*", metavar="RUN_ID")
     parsed = parser.parse_args()
     text = README.read_text(encoding="utf-8")
-    if parsed.table is not None:
-        text = quote(text, parsed.table, parsed.run_ids)
-    README.write_text(render(text), encoding="utf-8")
+    try:
+        if parsed.table is not None:
+            text = quote(text, parsed.table, parsed.run_ids)
+        text = render(text)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    README.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ def run(
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config: Any = OmegaConf.to_container(compose("compare", overrides), resolve=True)
     asked = build(Compare, config)
-    return compare.run(asked, config, Git("abc", False), "a command", Console(quiet=True), keep)
+    weights = compare.load_weights(asked.model, torch.device("cpu"))
+    git, console = Git("abc", False), Console(quiet=True)
+    return compare.run(asked, weights, config, git, "a command", console, keep)
 
 
 def by_place(records: list[Record]) -> dict[tuple[str, int], Record]:
@@ -206,6 +208,13 @@ def command(*given: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def test_a_checkpoint_that_is_not_there_is_a_wrong_config(tmp_path: Path) -> None:
+    result = command("model.checkpoint=/no/such/model", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "config: /no/such/model: no such directory" in result.stderr
+    assert not list(tmp_path.rglob("compare.jsonl"))
 
 
 def test_the_command_works_from_any_directory(tmp_path: Path) -> None:

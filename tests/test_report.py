@@ -109,6 +109,23 @@ def test_a_table_can_be_pointed_at_another_run(results: Path) -> None:
     assert report.quote(text, "compare", []) == readme("compare")
     with pytest.raises(ValueError, match="table:tune: not in the text"):
         report.quote(text, "tune", [RUN_ID])
+    with pytest.raises(ValueError, match="run nonsense: expected 10 hexadecimal digits"):
+        report.quote(text, "compare", [RUN_ID, "nonsense"])
+
+
+@pytest.mark.parametrize("run_id", ["nonsense", "0123456789"])
+def test_the_command_refuses_an_unknown_run_and_changes_nothing(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = readme("compare")
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    report.README.write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["report", "compare", run_id])
+    with pytest.raises(SystemExit) as exited:
+        report.main()
+    assert exited.value.code == 2
+    assert f"run {run_id}: " in capsys.readouterr().err
+    assert report.README.read_text(encoding="utf-8") == text
 
 
 def test_the_readme_is_what_the_records_say() -> None:
